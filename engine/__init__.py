@@ -1,0 +1,1 @@
+"""A complete small LLM inference engine: `from engine import LLM, SamplingParams`."""

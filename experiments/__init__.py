@@ -1,0 +1,1 @@
+"""Hydra-configured experiments over the engine and its kernels: `python -m experiments.run +suite=long_decode`."""

@@ -1,0 +1,32 @@
+"""Shared test set-up. The first lines choose Triton's interpreter before anything imports triton."""
+
+import os
+
+# Only a CUDA device can run compiled kernels; without one, every Triton kernel runs in the interpreter.
+# Triton reads the variable once, at its first import, and neither torch nor transformers imports it.
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# No test may wait on a hub: there is none on the machines that run these tests.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped, with the reason, when chosen on a machine without a CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device on which kernels run here: CUDA, or the CPU (Triton in its interpreter)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
