@@ -1,0 +1,68 @@
+"""What the kernels need to know of Triton: is it here, does it interpret, can it run on this device.
+
+Kernels import `triton` and `tl` from this file, so that every module with a Triton kernel also imports
+where Triton is not installed (it is required on Linux only): there `triton.jit` leaves the function as
+it is, and `triton_unavailable` says why it cannot be launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+__all__ = ["INTERPRETING", "dot_dtype", "on_device", "tl", "triton", "triton_unavailable"]
+
+
+class _MissingTriton:
+    """Lets kernels be defined, never launched: decorators return their function, names answer with this."""
+
+    constexpr = object
+
+    def jit(self, fn: Any = None, **_options: Any) -> Any:
+        return fn if fn is not None else lambda function: function
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+
+triton: Any
+tl: Any
+try:
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
+
+    HAS_TRITON = True
+    # TRITON_INTERPRET=1, as triton.jit sees it.
+    INTERPRETING: bool = triton.knobs.runtime.interpret
+except ImportError:
+    triton = tl = _MissingTriton()
+    HAS_TRITON = INTERPRETING = False
+
+
+def triton_unavailable(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on `device`, or None if they can."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if device.type == "cuda" or INTERPRETING:
+        return None
+    return f"on {device.type}, triton needs TRITON_INTERPRET=1 set before it is imported"
+
+
+def dot_dtype(dtype: torch.dtype) -> Any:
+    """The Triton dtype in which operands of `tl.dot` loaded as `dtype` are multiplied.
+
+    The interpreter computes bf16 on its raw 16 bits without a word, so there every operand (the
+    probabilities of the second product too) is cast to fp32 first; on a GPU it stays as it is.
+    """
+    if INTERPRETING:
+        return tl.float32
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `tensor`'s device is current: Triton launches on the current device."""
+    if tensor.is_cuda:
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
