@@ -1,0 +1,113 @@
+"""The engine's configuration: every option of LLM, validated once, then handed around explicitly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of the engine, as LLM's arguments name them. See LLM for what each means.
+
+    Raises ValueError, naming the field, the value and the limit, for anything out of range or contradictory.
+    """
+
+    device: str = "auto"
+    dtype: str | torch.dtype = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    use_triton: bool | Literal["auto"] = "auto"
+    decode_attention: str = "auto"
+    prefill_attention: str = "auto"
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling: Literal["mixed", "prefill_first"] = "mixed"
+    record_token_times: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+            _check_count(name, getattr(self, name))
+        for name in ("num_kv_blocks", "max_model_len"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "record_token_times")
+        for name in flags:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        _check_choice("scheduling", self.scheduling, ("mixed", "prefill_first"))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
+        if self.use_triton not in (True, False, "auto"):
+            raise ValueError(f"use_triton must be True, False or 'auto', got {self.use_triton!r}")
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}")
+        if isinstance(self.dtype, str):
+            _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        elif self.dtype not in DTYPES.values():
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        if self.tensor_parallel_size > 8:
+            raise ValueError(f"tensor_parallel_size must be at most 8, got {self.tensor_parallel_size}")
+
+    def resolve_device(self) -> torch.device:
+        """The device to run on; ValueError if it is not there."""
+        name = self.device
+        if name == "auto":
+            return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}") from error
+        if device.type == "cpu":
+            return torch.device("cpu")
+        if device.type != "cuda":
+            raise ValueError(f"device must be a CPU or a CUDA device, got {name!r}")
+        count = torch.cuda.device_count()
+        index = device.index or 0
+        if index >= count:
+            raise ValueError(f"device is {name!r}, but {count} CUDA device(s) are visible")
+        return torch.device("cuda", index)
+
+    def resolve_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of weights, activations and KV: the one asked for, or the checkpoint's own."""
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        return model_dtype if self.dtype == "auto" else DTYPES[self.dtype]
+
+    def resolve_max_model_len(self, max_position_embeddings: int) -> int:
+        """Tokens of a sequence at most, prompt and output together."""
+        if self.max_model_len is None:
+            return max_position_embeddings
+        if self.max_model_len > max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, the model's max_position_embeddings is {max_position_embeddings}"
+            )
+        return self.max_model_len
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,1 @@
+"""The device side of the engine: weights, KV cache, batches, the forward pass and sampling."""

@@ -1,0 +1,44 @@
+"""Which kernels an engine runs: names from the configuration to kernels from the registries."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.layers.attention_metadata import KernelChoice
+from kernels import decode, prefill
+from kernels.triton_support import triton_runs_on
+
+
+def choose_kernels(config: EngineConfig, device: torch.device) -> KernelChoice:
+    """Resolve use_triton, decode_attention and prefill_attention for a device.
+
+    "auto" takes the Triton kernels on a CUDA device that has Triton, and the torch ones elsewhere. A name that is
+    unknown, or that cannot run on the device, is a ValueError naming those that can; nothing is ever substituted.
+    """
+    native_triton = device.type == "cuda" and triton_runs_on(device)
+    if config.use_triton is True and not triton_runs_on(device):
+        raise ValueError(f"use_triton is True, but Triton does not run on {device} here")
+    use_triton = native_triton if config.use_triton == "auto" else bool(config.use_triton)
+    fast = native_triton and use_triton
+    return KernelChoice(
+        decode=_choose("decode_attention", config.decode_attention, decode, "split_kv" if fast else "torch", device),
+        prefill=_choose("prefill_attention", config.prefill_attention, prefill, "triton" if fast else "torch", device),
+        use_triton=use_triton,
+    )
+
+
+def _choose(field: str, name: str, registry: ModuleType, default: str, device: torch.device) -> Any:
+    if name == "auto":
+        name = default
+    try:
+        kernel = registry.get(name)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
+    available = registry.available(device)
+    if name not in available:
+        raise ValueError(f"{field} {name!r} does not run on {device} here; available: {', '.join(available)}")
+    return kernel

@@ -1,0 +1,277 @@
+"""The front door: load a model, generate text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.execution.model_runner import ModelRunner
+from engine.models.checkpoint import resolve_model
+from engine.models.decoder import Decoder
+from engine.outputs import RequestOutput
+from engine.parallel.group import ParallelGroup
+from engine.sampling_params import SamplingParams
+from engine.scheduling.request import Request
+from engine.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A Qwen3 or Llama-shaped model behind a continuous-batching engine with a paged KV cache.
+
+    model: a Hugging Face checkpoint directory (config.json and safetensors), a hub id, or, with
+        load_format="dummy", also a mapping of config.json's fields.
+    tokenizer: directory or hub id of the tokenizer; None: the model's own.
+    device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+    dtype: "auto" (the checkpoint's), "float32", "float16", "bfloat16", or the torch.dtype.
+    load_format: "auto" reads the weights, "dummy" draws random ones of the right shapes from `seed`.
+    seed: of dummy weights and of the random streams of requests that bring none.
+    tensor_parallel_size: ranks; 1 so far.
+    enforce_eager: never use CUDA graphs.
+    use_triton: Triton or torch for norms, activation, RoPE and KV writes; "auto": Triton on a CUDA device.
+    decode_attention, prefill_attention: names in kernels.decode and kernels.prefill; "auto": the device's fastest.
+    block_size: tokens in a KV block. num_kv_blocks: blocks in the pool; None: what gpu_memory_utilization of the
+        GPU's memory leaves, or 1 GiB on a CPU. It may be smaller than max_model_len.
+    max_model_len: tokens of a sequence at most, prompt and output; None: the model's max_position_embeddings.
+    max_num_seqs, max_num_batched_tokens: sequences running at once, and tokens in one step, at most.
+    enable_prefix_caching, enable_chunked_prefill: see BlockManager and Scheduler. scheduling: "mixed" (decodes and
+        prefill chunks in one step) or "prefill_first".
+    skip_tokenizer_init: token ids in, token ids out; text stays empty.
+    record_token_times: keep the time of every token in RequestOutput.metrics.token_times.
+
+    Raises ValueError, naming the field, the value and the limit. A context manager; close() frees the memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Mapping[str, Any],
+        *,
+        tokenizer: str | Path | None = None,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
+        seed: int = 0,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        use_triton: bool | Literal["auto"] = "auto",
+        decode_attention: str = "auto",
+        prefill_attention: str = "auto",
+        block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        scheduling: Literal["mixed", "prefill_first"] = "mixed",
+        skip_tokenizer_init: bool = False,
+        record_token_times: bool = False,
+    ) -> None:
+        self.config = EngineConfig(
+            device=device,
+            dtype=dtype,
+            load_format=load_format,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel_size,
+            enforce_eager=enforce_eager,
+            use_triton=use_triton,
+            decode_attention=decode_attention,
+            prefill_attention=prefill_attention,
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            scheduling=scheduling,
+            record_token_times=record_token_times,
+        )
+        if tensor_parallel_size > 1:
+            raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}; only 1 is supported so far")
+        torch_device = self.config.resolve_device()
+        source = resolve_model(model, load_format)
+        self.runner = ModelRunner(self.config, source, device=torch_device, group=ParallelGroup.single())
+        num_kv_blocks = self.runner.num_blocks_that_fit()
+        self.runner.allocate_kv_cache(num_kv_blocks)
+        self.engine = EngineCore(
+            self.config,
+            self.runner,
+            num_kv_blocks=num_kv_blocks,
+            vocab_size=source.config.vocab_size,
+            max_model_len=self.runner.max_model_len,
+            eos_token_ids=source.eos_token_ids,
+            tokenizer=None if skip_tokenizer_init else load_tokenizer(tokenizer, source),
+        )
+
+    @property
+    def model(self) -> Decoder:
+        """The network, for hooks and inspection."""
+        return self.runner.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    # --- generating -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end and return their outputs in the order of the prompts.
+
+        prompts: one prompt or several; a prompt is text or a list of token ids. sampling_params: one for all, or
+        one a prompt. Raises ValueError before anything runs if any of them is invalid.
+        """
+        prompt_list = _as_list(prompts)
+        params_list = _per_prompt(sampling_params, len(prompt_list))
+        request_ids: list[str] = []
+        try:
+            for prompt, params in zip(prompt_list, params_list):
+                request_ids.append(self.engine.add_request(prompt, params))
+            outputs: dict[str, RequestOutput] = {}
+            with tqdm(total=len(request_ids), desc="requests", disable=not use_tqdm) as bar:
+                while self.engine.has_unfinished_requests():
+                    for output in self.engine.step_finished():
+                        outputs[output.request_id] = output
+                        bar.update(output.request_id in request_ids)
+            return [outputs[request_id] for request_id in request_ids]
+        except BaseException:
+            for request_id in request_ids:
+                self.engine.abort(request_id)
+            raise
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations (lists of {"role", "content"}), laid out by the tokenizer's chat template.
+
+        template_options go to the template, such as enable_thinking=False for Qwen3.
+        """
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer; the engine was made with skip_tokenizer_init=True")
+        several = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        prompts = [self.tokenizer.apply_chat_template(conversation, **template_options) for conversation in several]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text of one request as it grows; the pieces join to RequestOutput.text.
+
+        Leaving the iterator early aborts the request. Other requests that are queued move on meanwhile; their
+        outputs are the business of whoever added them only while nobody streams.
+        """
+        if self.tokenizer is None:
+            raise ValueError("stream needs a tokenizer; the engine was made with skip_tokenizer_init=True")
+        request_id = self.engine.add_request(prompt, sampling_params)
+        return self._stream(request_id)
+
+    def _stream(self, request_id: str) -> Iterator[str]:
+        shown = 0
+        try:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.request_id != request_id:
+                        continue
+                    if len(output.text) > shown:
+                        yield output.text[shown:]
+                        shown = len(output.text)
+                    if output.finished:
+                        return
+        finally:
+            self.engine.abort(request_id)
+
+    def forced_logits(self, prompt_token_ids: Sequence[int], continuation_ids: Sequence[int]) -> torch.Tensor:
+        """[len(continuation_ids), vocab_size] fp32 on the device: the logits that precede each given token.
+
+        Teacher forcing: the prompt runs as prefill, then one decode step for each token, with the engine's kernels.
+        The engine must have no unfinished requests; the prefix cache is not used.
+        """
+        if self.engine.has_unfinished_requests():
+            raise ValueError("forced_logits needs an engine without unfinished requests")
+        if not prompt_token_ids or not continuation_ids:
+            raise ValueError("forced_logits needs at least one prompt token and one continuation token")
+        token_ids = (*prompt_token_ids, *continuation_ids)
+        blocks = self.engine.block_manager
+        request = Request(
+            request_id="forced-logits",
+            prompt_token_ids=token_ids[:-1],
+            params=SamplingParams(),
+            arrival=-1,
+            max_total_tokens=len(token_ids),
+            stop_token_ids=frozenset(),
+            seed=0,
+        )
+        if len(token_ids) > self.runner.max_model_len or not blocks.can_admit(request, []):
+            raise ValueError(
+                f"forced_logits got {len(token_ids)} tokens; max_model_len is {self.runner.max_model_len} and "
+                f"{blocks.num_free_blocks} blocks of {blocks.block_size} are free"
+            )
+        blocks.admit(request, [])
+        try:
+            return self.runner.forced_logits(list(token_ids), len(prompt_token_ids), request.block_table)
+        finally:
+            blocks.free(request)
+
+    # --- state ----------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their KV."""
+        self.engine.block_manager.reset_prefix_cache()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and the state of the pool."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Drop weights and KV. The engine cannot be used afterwards; calling it again does nothing."""
+        if not hasattr(self, "runner"):
+            return
+        on_cuda = self.runner.device.type == "cuda"
+        del self.runner, self.engine
+        if on_cuda:
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and isinstance(items[0], int):
+        return [items]  # a single prompt of token ids
+    return items  # type: ignore[return-value]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts")
+    return list(params)

@@ -1,0 +1,238 @@
+"""Blocks of the paged KV cache: who holds them, and which full ones can serve a later request."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from engine.scheduling.request import Request
+
+HashFunction = Callable[[bytes], int]
+
+
+@dataclass(frozen=True, eq=False)
+class CacheEntry:
+    """A full block whose KV is written, findable by content.
+
+    A block's identity is its parent and its tokens. chain_hash only finds candidates; parent (compared by object
+    identity) and token_ids decide, so a hash collision can never hand out another prompt's KV.
+    """
+
+    chain_hash: int
+    parent: CacheEntry | None
+    token_ids: tuple[int, ...]
+    block_id: int
+
+
+class BlockManager:
+    """Paged KV bookkeeping with reference counts and a cross-request prefix cache.
+
+    Paging follows PagedAttention (Kwon et al. 2023). A prompt's full blocks are found again through a chain of
+    64-bit xxHash values, h_i = xxh3(h_{i-1}, tokens of block i). A block is published only once its KV is written,
+    and its entry is removed exactly when the block is reused. Blocks are freed tail first, blocks without an
+    entry are reused before blocks with one, and among those the least recently used goes first: so a chain loses
+    its tail before its head.
+
+    num_blocks, block_size: the pool. hash_function: bytes to int; tests pass one that collides.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        hash_function: HashFunction = xxhash.xxh3_64_intdigest,
+    ) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be >= 1, got {num_blocks}")
+        if block_size < 1:
+            raise ValueError(f"block_size must be >= 1, got {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._hash = hash_function
+        self._ref_counts = [0] * num_blocks
+        self._entries: list[CacheEntry | None] = [None] * num_blocks
+        self._index: dict[int, list[CacheEntry]] = {}
+        self._free_plain: deque[int] = deque(range(num_blocks))
+        self._free_cached: OrderedDict[int, None] = OrderedDict()
+        self._holders: dict[str, Request] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds; cached ones among them count, since they can be reused."""
+        return len(self._free_plain) + len(self._free_cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold num_tokens tokens."""
+        return -(-num_tokens // self.block_size)
+
+    # --- prefix cache ---------------------------------------------------------------------------------------
+
+    def find_prefix(self, request: Request) -> list[CacheEntry]:
+        """The longest chain of published blocks that starts request.token_ids. Changes nothing.
+
+        At least one token is always left to compute, since sampling needs its logits: a sequence that is cached
+        to its very end gives up its last block.
+        """
+        chain: list[CacheEntry] = []
+        if not self.enable_prefix_caching:
+            return chain
+        for i in range((request.num_tokens - 1) // self.block_size):
+            entry = self._lookup(self._block_hash(request, i), chain[-1] if chain else None, self._tokens(request, i))
+            if entry is None:
+                break
+            chain.append(entry)
+        return chain
+
+    def publish(self, request: Request) -> None:
+        """Make every full block of request whose KV is written findable. Call after the forward pass.
+
+        Where an equal block is already published, it stays the findable one, and this request's own copy is an
+        ordinary block.
+        """
+        if not self.enable_prefix_caching:
+            return
+        chain = request.cached_chain
+        for i in range(len(chain), request.num_computed_tokens // self.block_size):
+            parent = chain[-1] if chain else None
+            if parent is not None and self._entries[parent.block_id] is not parent:
+                return  # the parent's block was reused, so nothing below it could be found
+            chain_hash, tokens = self._block_hash(request, i), self._tokens(request, i)
+            entry = self._lookup(chain_hash, parent, tokens)
+            if entry is None:
+                entry = CacheEntry(chain_hash, parent, tokens, request.block_table[i])
+                self._entries[entry.block_id] = entry
+                self._index.setdefault(chain_hash, []).append(entry)
+            chain.append(entry)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every published block. Running requests keep their blocks."""
+        self._index.clear()
+        self._entries = [None] * self.num_blocks
+        self._free_plain.extend(self._free_cached)
+        self._free_cached.clear()
+
+    def _lookup(
+        self, chain_hash: int, parent: CacheEntry | None, token_ids: tuple[int, ...]
+    ) -> CacheEntry | None:
+        for entry in self._index.get(chain_hash, ()):
+            if entry.parent is parent and entry.token_ids == token_ids:
+                return entry
+        return None
+
+    def _tokens(self, request: Request, i: int) -> tuple[int, ...]:
+        return tuple(request.token_ids[i * self.block_size : (i + 1) * self.block_size])
+
+    def _block_hash(self, request: Request, i: int) -> int:
+        hashes = request.block_hashes
+        for j in range(len(hashes), i + 1):
+            parent_hash = hashes[-1] if hashes else 0
+            content = array("q", self._tokens(request, j)).tobytes()
+            hashes.append(self._hash(parent_hash.to_bytes(8, "little") + content))
+        return hashes[i]
+
+    # --- allocation -----------------------------------------------------------------------------------------
+
+    def can_admit(self, request: Request, prefix: list[CacheEntry], spare: int = 0) -> bool:
+        """Whether all of request's tokens fit, leaving `spare` blocks free. Hits that are free now leave the pool too."""
+        free_hits = sum(self._ref_counts[entry.block_id] == 0 for entry in prefix)
+        new_blocks = self.blocks_for(request.num_tokens) - len(prefix)
+        return new_blocks + free_hits + spare <= self.num_free_blocks
+
+    def admit(self, request: Request, prefix: list[CacheEntry]) -> None:
+        """Give a request without blocks its prefix hits and new blocks for the rest of its tokens.
+
+        Sets num_computed_tokens to the tokens that the hits cover. can_admit must have said yes.
+        """
+        if request.block_table:
+            raise RuntimeError(f"request {request.request_id} already holds blocks")
+        for entry in prefix:  # taken first, so that the allocation below cannot evict them
+            if self._ref_counts[entry.block_id] == 0:
+                del self._free_cached[entry.block_id]
+            self._ref_counts[entry.block_id] += 1
+            request.block_table.append(entry.block_id)
+        request.cached_chain.extend(prefix)
+        request.num_computed_tokens = len(prefix) * self.block_size
+        self._holders[request.request_id] = request
+        if not self.grow(request, request.num_tokens):
+            raise RuntimeError(f"admitted request {request.request_id} beyond the free blocks")
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Extend the block table to hold num_tokens tokens; False, and nothing taken, if too few blocks are free."""
+        missing = self.blocks_for(num_tokens) - len(request.block_table)
+        if missing > self.num_free_blocks:
+            return False
+        for _ in range(missing):
+            request.block_table.append(self._take_free_block())
+        return True
+
+    def free(self, request: Request) -> None:
+        """Give back the request's blocks, tail first. Published ones stay findable until they are reused."""
+        for block_id in reversed(request.block_table):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                if self._entries[block_id] is None:
+                    self._free_plain.append(block_id)
+                else:
+                    self._free_cached[block_id] = None
+        request.block_table.clear()
+        request.cached_chain.clear()
+        self._holders.pop(request.request_id, None)
+
+    def _take_free_block(self) -> int:
+        if self._free_plain:
+            block_id = self._free_plain.popleft()
+        else:
+            block_id, _ = self._free_cached.popitem(last=False)
+            self._unpublish(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _unpublish(self, block_id: int) -> None:
+        entry = self._entries[block_id]
+        assert entry is not None
+        self._entries[block_id] = None
+        bucket = self._index[entry.chain_hash]
+        bucket.remove(entry)
+        if not bucket:
+            del self._index[entry.chain_hash]
+
+    # --- checking -------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, saying what is wrong, unless the books balance. O(blocks); meant for tests."""
+        held = Counter(block for request in self._holders.values() for block in request.block_table)
+        free = [*self._free_plain, *self._free_cached]
+        _check(len(free) == len(set(free)), "a block is free twice")
+        _check(not held.keys() & set(free), "a block is both free and in a live block table")
+        _check(len(free) + len(held) == self.num_blocks, "free and used blocks do not add up to the pool")
+        _check(all(self._ref_counts[b] == held[b] for b in range(self.num_blocks)), "a reference count is wrong")
+        _check(all(self._entries[b] is None for b in self._free_plain), "a published block is in the plain free list")
+        _check(all(self._entries[b] is not None for b in self._free_cached), "a cached free block has no entry")
+
+        indexed = [entry for bucket in self._index.values() for entry in bucket]
+        _check(len(indexed) == sum(e is not None for e in self._entries), "index and entries differ in number")
+        for chain_hash, bucket in self._index.items():
+            for entry in bucket:
+                _check(self._entries[entry.block_id] is entry, "an index entry outlived its block")
+                parent_hash = entry.parent.chain_hash if entry.parent else 0
+                content = parent_hash.to_bytes(8, "little") + array("q", entry.token_ids).tobytes()
+                _check(chain_hash == self._hash(content) == entry.chain_hash, "an entry has the wrong hash")
+        for request in self._holders.values():
+            for i, block_id in enumerate(request.block_table):
+                entry = self._entries[block_id]
+                if entry is None:
+                    continue
+                written = (i + 1) * self.block_size <= request.num_computed_tokens
+                _check(written, "a block was published before its KV was written")
+                _check(entry.token_ids == self._tokens(request, i), "a published block holds other tokens")
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

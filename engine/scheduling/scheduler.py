@@ -1,0 +1,182 @@
+"""Which requests run in a step, and how many tokens of each."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.request import Request
+
+Policy = Literal["mixed", "prefill_first"]
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    request: Request
+    num_tokens: int
+
+
+@dataclass
+class Schedule:
+    """The requests of one step; decodes run one token each, prefills a chunk of their prompt (or of a resumed sequence)."""
+
+    decodes: list[ScheduledRequest] = field(default_factory=list)
+    prefills: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[ScheduledRequest]:
+        return self.decodes + self.prefills
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(scheduled.num_tokens for scheduled in self.requests)
+
+
+class Scheduler:
+    """Request-level continuous batching (Orca, Yu et al. 2022) with chunked prefill (Sarathi, Agrawal et al. 2023).
+
+    Priority is the order of arrival. A request is admitted only when its whole sequence fits in free blocks, and
+    then holds them all; a decoding request takes blocks as it grows, and when none is free the latest arrival among
+    the running is preempted: it loses its blocks and starts over later (its published blocks usually serve it again).
+    The earliest request is thus never preempted for another, always moves on, and no two can evict each other in turns.
+
+    policy "mixed": every step holds all decodes, then as much prefill as the token budget allows.
+    policy "prefill_first": a step is all prefill while any is possible, else all decode.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_chunked_prefill: bool,
+        policy: Policy,
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.policy = policy
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def check_feasible(self, request: Request) -> None:
+        """Raise ValueError if request could never run, however long it waited."""
+        needed = self.block_manager.blocks_for(request.max_kv_tokens)
+        if needed > self.block_manager.num_blocks:
+            raise ValueError(
+                f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens growing to "
+                f"{request.max_total_tokens} needs {needed} KV blocks of {self.block_manager.block_size}, "
+                f"the pool has {self.block_manager.num_blocks} (num_kv_blocks)"
+            )
+        if not self.enable_chunked_prefill and request.num_prompt_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"request {request.request_id}: the prompt has {request.num_prompt_tokens} tokens, more than "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}, and enable_chunked_prefill is False"
+            )
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it is, and free its blocks."""
+        self.block_manager.free(request)
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def schedule(self) -> Schedule:
+        """Choose the next step's work and give it its blocks.
+
+        Raises RuntimeError if requests are left but none can move: that would be a fault of the scheduler, and
+        waiting for ever is not an answer.
+        """
+        schedule = Schedule()
+        if self.policy == "prefill_first":
+            self._schedule_prefills(schedule)
+            if not schedule.prefills:
+                self._schedule_decodes(schedule)
+        else:
+            self._schedule_decodes(schedule)
+            self._schedule_prefills(schedule)
+        if self.has_requests and not schedule.requests:
+            raise RuntimeError(
+                f"nothing can be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
+                f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
+            )
+        return schedule
+
+    def complete(self, scheduled: ScheduledRequest) -> None:
+        """Count a request's tokens as computed, after the forward pass, and publish its full blocks."""
+        scheduled.request.num_computed_tokens += scheduled.num_tokens
+        self.block_manager.publish(scheduled.request)
+
+    # --- the two kinds of work ------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, schedule: Schedule) -> None:
+        budget = self.max_num_batched_tokens - schedule.num_tokens
+        for request in [r for r in self.running if r.is_decoding][:budget]:
+            if request.block_table and self._grow_or_preempt(request, schedule):
+                schedule.decodes.append(ScheduledRequest(request, 1))
+
+    def _grow_or_preempt(self, request: Request, schedule: Schedule) -> bool:
+        """Make room for one more token, preempting the latest arrivals; False if that took request itself.
+
+        Decodes are scheduled in order of arrival, so a victim is never one that this step already runs.
+        """
+        while not self.block_manager.grow(request, request.num_computed_tokens + 1):
+            victim = self.running[-1]
+            self._preempt(victim, schedule)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request, schedule: Schedule) -> None:
+        self.running.remove(request)
+        self.block_manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)  # latest first, so the queue stays in order of arrival
+        schedule.preempted.append(request)
+
+    def _schedule_prefills(self, schedule: Schedule) -> None:
+        budget = self.max_num_batched_tokens - schedule.num_tokens
+        for request in self.running:
+            if budget and not request.is_decoding:
+                budget -= self._schedule_chunk(request, budget, schedule)
+        if schedule.preempted:
+            return  # the pool is short: what it has is for those who run
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            prefix = self.block_manager.find_prefix(request)
+            # One spare block for each running request, or the newcomer would soon be preempted by their growth.
+            if not self.block_manager.can_admit(request, prefix, spare=len(self.running)):
+                break
+            num_uncached = request.num_tokens - len(prefix) * self.block_manager.block_size
+            if num_uncached > budget and not self._may_chunk(request):
+                break
+            self.waiting.popleft()
+            self.block_manager.admit(request, prefix)
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed_tokens
+            insort(self.running, request, key=lambda r: r.arrival)
+            budget -= self._schedule_chunk(request, budget, schedule)
+
+    def _may_chunk(self, request: Request) -> bool:
+        # A resumed sequence may have outgrown the budget, so it is chunked even where prompts are not.
+        return self.enable_chunked_prefill or request.num_tokens > self.max_num_batched_tokens
+
+    def _schedule_chunk(self, request: Request, budget: int, schedule: Schedule) -> int:
+        num_tokens = min(request.num_uncomputed_tokens, budget)
+        schedule.prefills.append(ScheduledRequest(request, num_tokens))
+        return num_tokens
