@@ -1,0 +1,34 @@
+"""Paged GQA decode attention: kernels by name, behind one contract (kernels/decode/contract.py).
+
+    from kernels import decode
+    kernel = decode.get("split_kv")
+    out = kernel(q, k_cache, v_cache, block_table, context_lens)
+
+A kernel of another package joins through the entry-point group `decodelab.decode`.
+"""
+
+from __future__ import annotations
+
+from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs
+from kernels.decode.reference import ReferenceDecode
+from kernels.registry import Registry, UnknownKernelError
+
+__all__ = [
+    "DecodeKernel",
+    "DecodeProblem",
+    "UnknownKernelError",
+    "available",
+    "check_inputs",
+    "get",
+    "names",
+    "register",
+]
+
+_registry: Registry[DecodeKernel] = Registry("decode kernel", "decodelab.decode")
+names = _registry.names
+available = _registry.available
+get = _registry.get
+register = _registry.register
+
+for _kernel in (ReferenceDecode(),):
+    register(_kernel.name)(_kernel)
