@@ -58,7 +58,11 @@ class EngineConfig:
         if self.use_triton not in (True, False, "auto"):
             raise ValueError(f"use_triton must be True, False or 'auto', got {self.use_triton!r}")
         utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
+        if (
+            isinstance(utilization, bool)
+            or not isinstance(utilization, int | float)
+            or not 0 < utilization <= 1
+        ):
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}")
         if isinstance(self.dtype, str):
             _check_choice("dtype", self.dtype, ("auto", *DTYPES))

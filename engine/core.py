@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
 from engine.detokenizer import IncrementalDetokenizer
@@ -15,7 +15,9 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Schedule, ScheduledRequest, Scheduler
 from engine.scheduling.step import SampledToken, StepInput, sequence_row, uniform_draw
-from engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.tokenizer import Tokenizer
 
 
 class Executor(Protocol):
@@ -98,7 +100,9 @@ class EngineCore:
             raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop is {params.stop!r}, but the engine has no tokenizer (skip_tokenizer_init)")
+            raise ValueError(
+                f"stop is {params.stop!r}, but the engine has no tokenizer (skip_tokenizer_init)"
+            )
         prompt_token_ids = self._prompt_token_ids(prompt)
         request = Request(
             request_id=request_id,
@@ -133,7 +137,9 @@ class EngineCore:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise ValueError(f"prompt must hold integer token ids, got {token!r}")
             if not 0 <= token < self.vocab_size:
-                raise ValueError(f"prompt holds token id {token}, outside the vocabulary of {self.vocab_size}")
+                raise ValueError(
+                    f"prompt holds token id {token}, outside the vocabulary of {self.vocab_size}"
+                )
         if len(token_ids) >= self.max_model_len:
             raise ValueError(
                 f"prompt has {len(token_ids)} tokens; max_model_len is {self.max_model_len} and must leave room "
@@ -145,15 +151,20 @@ class EngineCore:
         """A stream of its own for a request without a seed: the engine's seed and the order of arrival."""
         return int(uniform_draw(self.config.seed, arrival) * 2**53)
 
-    def abort(self, request_id: str) -> None:
-        """End a request with finish_reason "abort"; the next step() reports it, with what it had.
+    def abort(self, request_id: str, *, report: bool = True) -> None:
+        """End a request with finish_reason "abort"; the next step() reports it, with what it had (unless report=False).
 
         An id that is unknown or already finished is ignored: the request may have ended a moment ago.
         """
         if (tracked := self._tracked.get(request_id)) is not None:
             tracked.request.finish_reason = "abort"
             self._finish(tracked)
-            self._ended.append(self._output(tracked))
+            if report:
+                self._ended.append(self._output(tracked))
+
+    def postpone(self, outputs: Sequence[RequestOutput]) -> None:
+        """Let a later step() report these ends: their owner is not the one who is stepping now."""
+        self._ended.extend(outputs)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request still has tokens to come."""

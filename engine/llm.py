@@ -143,17 +143,27 @@ class LLM:
         try:
             for prompt, params in zip(prompt_list, params_list):
                 request_ids.append(self.engine.add_request(prompt, params))
-            outputs: dict[str, RequestOutput] = {}
-            with tqdm(total=len(request_ids), desc="requests", disable=not use_tqdm) as bar:
-                while self.engine.has_unfinished_requests():
-                    for output in self.engine.step_finished():
-                        outputs[output.request_id] = output
-                        bar.update(output.request_id in request_ids)
-            return [outputs[request_id] for request_id in request_ids]
+            outputs = self._run_to_end(request_ids, use_tqdm)
         except BaseException:
             for request_id in request_ids:
-                self.engine.abort(request_id)
+                self.engine.abort(request_id, report=False)
             raise
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _run_to_end(self, request_ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+        pending, outputs = set(request_ids), {}
+        with tqdm(total=len(pending), desc="requests", disable=not use_tqdm) as bar:
+            while pending:
+                others = []
+                for output in self.engine.step_finished():
+                    if output.request_id in pending:
+                        pending.remove(output.request_id)
+                        outputs[output.request_id] = output
+                        bar.update()
+                    else:
+                        others.append(output)
+                self.engine.postpone(others)
+        return outputs
 
     def chat(
         self,
@@ -168,35 +178,40 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer; the engine was made with skip_tokenizer_init=True")
-        several = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        prompts = [self.tokenizer.apply_chat_template(conversation, **template_options) for conversation in several]
+        several = (
+            [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        )
+        prompts = [
+            self.tokenizer.apply_chat_template(conversation, **template_options) for conversation in several
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one request as it grows; the pieces join to RequestOutput.text.
 
-        Leaving the iterator early aborts the request. Other requests that are queued move on meanwhile; their
-        outputs are the business of whoever added them only while nobody streams.
+        Leaving the iterator early aborts the request. Other queued requests move on meanwhile; the end of one that
+        ends meanwhile is reported by a later engine.step().
         """
         if self.tokenizer is None:
             raise ValueError("stream needs a tokenizer; the engine was made with skip_tokenizer_init=True")
-        request_id = self.engine.add_request(prompt, sampling_params)
-        return self._stream(request_id)
+        return self._stream(self.engine.add_request(prompt, sampling_params))
 
     def _stream(self, request_id: str) -> Iterator[str]:
-        shown = 0
+        shown, finished = 0, False
         try:
-            while self.engine.has_unfinished_requests():
+            while not finished:
+                others = []
                 for output in self.engine.step():
-                    if output.request_id != request_id:
-                        continue
-                    if len(output.text) > shown:
-                        yield output.text[shown:]
-                        shown = len(output.text)
-                    if output.finished:
-                        return
+                    if output.request_id == request_id:
+                        text, finished = output.text, output.finished
+                        if len(text) > shown:
+                            yield text[shown:]
+                            shown = len(text)
+                    elif output.finished:
+                        others.append(output)
+                self.engine.postpone(others)
         finally:
-            self.engine.abort(request_id)
+            self.engine.abort(request_id, report=False)
 
     def forced_logits(self, prompt_token_ids: Sequence[int], continuation_ids: Sequence[int]) -> torch.Tensor:
         """[len(continuation_ids), vocab_size] fp32 on the device: the logits that precede each given token.

@@ -71,7 +71,9 @@ def build_input_batch(step: StepInput, shape: AttentionShape, kernels: KernelCho
         decode_workspace=decode_workspace,
         num_prefill_tokens=sum(query_lens),
         prefill_block_table=_block_table(step.prefills, device),
-        prefill_context_lens=_to_device([r.start + len(r.token_ids) for r in step.prefills], torch.int32, device),
+        prefill_context_lens=_to_device(
+            [r.start + len(r.token_ids) for r in step.prefills], torch.int32, device
+        ),
         query_start_loc=_to_device(np.concatenate([[0], np.cumsum(query_lens)]), torch.int32, device),
         max_query_len=max(query_lens, default=0),
     )

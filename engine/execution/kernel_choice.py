@@ -10,7 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.layers.attention_metadata import KernelChoice
 from kernels import decode, prefill
-from kernels.triton_support import triton_runs_on
+from kernels.triton_support import triton_unavailable
 
 
 def choose_kernels(config: EngineConfig, device: torch.device) -> KernelChoice:
@@ -19,14 +19,19 @@ def choose_kernels(config: EngineConfig, device: torch.device) -> KernelChoice:
     "auto" takes the Triton kernels on a CUDA device that has Triton, and the torch ones elsewhere. A name that is
     unknown, or that cannot run on the device, is a ValueError naming those that can; nothing is ever substituted.
     """
-    native_triton = device.type == "cuda" and triton_runs_on(device)
-    if config.use_triton is True and not triton_runs_on(device):
-        raise ValueError(f"use_triton is True, but Triton does not run on {device} here")
+    reason = triton_unavailable(device)
+    if config.use_triton is True and reason is not None:
+        raise ValueError(f"use_triton is True, but {reason}")
+    native_triton = device.type == "cuda" and reason is None
     use_triton = native_triton if config.use_triton == "auto" else bool(config.use_triton)
     fast = native_triton and use_triton
     return KernelChoice(
-        decode=_choose("decode_attention", config.decode_attention, decode, "split_kv" if fast else "torch", device),
-        prefill=_choose("prefill_attention", config.prefill_attention, prefill, "triton" if fast else "torch", device),
+        decode=_choose(
+            "decode_attention", config.decode_attention, decode, "split_kv" if fast else "torch", device
+        ),
+        prefill=_choose(
+            "prefill_attention", config.prefill_attention, prefill, "triton" if fast else "torch", device
+        ),
         use_triton=use_triton,
     )
 

@@ -31,7 +31,8 @@ def sample_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sam
     chosen, is_finite = torch.stack([token_ids, finite.to(token_ids.dtype)]).tolist()
     logprobs = _logprobs(logits, token_ids, rows)
     return [
-        SampledToken(token if ok else None, logprobs.get(i)) for i, (token, ok) in enumerate(zip(chosen, is_finite))
+        SampledToken(token if ok else None, logprobs.get(i))
+        for i, (token, ok) in enumerate(zip(chosen, is_finite))
     ]
 
 

@@ -83,7 +83,9 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return chain
         for i in range((request.num_tokens - 1) // self.block_size):
-            entry = self._lookup(self._block_hash(request, i), chain[-1] if chain else None, self._tokens(request, i))
+            entry = self._lookup(
+                self._block_hash(request, i), chain[-1] if chain else None, self._tokens(request, i)
+            )
             if entry is None:
                 break
             chain.append(entry)
@@ -211,12 +213,21 @@ class BlockManager:
         _check(len(free) == len(set(free)), "a block is free twice")
         _check(not held.keys() & set(free), "a block is both free and in a live block table")
         _check(len(free) + len(held) == self.num_blocks, "free and used blocks do not add up to the pool")
-        _check(all(self._ref_counts[b] == held[b] for b in range(self.num_blocks)), "a reference count is wrong")
-        _check(all(self._entries[b] is None for b in self._free_plain), "a published block is in the plain free list")
-        _check(all(self._entries[b] is not None for b in self._free_cached), "a cached free block has no entry")
+        _check(
+            all(self._ref_counts[b] == held[b] for b in range(self.num_blocks)), "a reference count is wrong"
+        )
+        _check(
+            all(self._entries[b] is None for b in self._free_plain),
+            "a published block is in the plain free list",
+        )
+        _check(
+            all(self._entries[b] is not None for b in self._free_cached), "a cached free block has no entry"
+        )
 
         indexed = [entry for bucket in self._index.values() for entry in bucket]
-        _check(len(indexed) == sum(e is not None for e in self._entries), "index and entries differ in number")
+        _check(
+            len(indexed) == sum(e is not None for e in self._entries), "index and entries differ in number"
+        )
         for chain_hash, bucket in self._index.items():
             for entry in bucket:
                 _check(self._entries[entry.block_id] is entry, "an index entry outlived its block")

@@ -1,0 +1,241 @@
+"""Paged KV bookkeeping and the prefix cache (cases P1-P10 of the design's case list), without tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.sampling_params import SamplingParams
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.request import Request
+from tests.engine.fake_engine import alone, make_engine, run
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
+
+
+def make_request(num_tokens: int, first: int = 0, request_id: str = "r") -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(range(first, first + num_tokens)),
+        params=GREEDY,
+        arrival=0,
+        max_total_tokens=num_tokens + 2,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )
+
+
+def compute(blocks: BlockManager, request: Request, num_tokens: int | None = None) -> None:
+    """Pretend the forward pass wrote the KV of num_tokens more tokens (default: all that are left)."""
+    request.num_computed_tokens += request.num_uncomputed_tokens if num_tokens is None else num_tokens
+    blocks.publish(request)
+    blocks.check_invariants()
+
+
+def admit(blocks: BlockManager, request: Request) -> int:
+    """Admit a request and return how many of its tokens are cached."""
+    prefix = blocks.find_prefix(request)
+    assert blocks.can_admit(request, prefix)
+    blocks.admit(request, prefix)
+    blocks.check_invariants()
+    return request.num_computed_tokens
+
+
+def admit_compute_free(blocks: BlockManager, request: Request) -> int:
+    cached = admit(blocks, request)
+    compute(blocks, request)
+    blocks.free(request)
+    blocks.check_invariants()
+    return cached
+
+
+def test_p1_reused_blocks_answer_no_more():
+    blocks = BlockManager(4, 4)
+    assert admit_compute_free(blocks, make_request(8)) == 0
+    assert admit_compute_free(blocks, make_request(16, first=20)) == 0  # takes the whole pool
+    assert admit(blocks, make_request(8)) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [24, 16, 8])
+def test_p2_a_wholly_cached_prompt_gives_up_its_last_block(num_tokens):
+    blocks = BlockManager(16, 8)
+    admit_compute_free(blocks, make_request(num_tokens))
+    assert admit(blocks, make_request(num_tokens)) == num_tokens - 8
+
+
+def test_p2_hits_on_a_running_owner_leave_it_unchanged():
+    prompt = list(range(24))
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    core = make_engine(block_size=8)
+    core.add_request(prompt, params, "owner")
+    core.step()
+    core.add_request(prompt, params, "second")
+    core.add_request(prompt, params, "third")
+    outputs = run(core)
+    expected = alone(prompt, params, block_size=8).token_ids
+    assert {output.token_ids for output in outputs.values()} == {expected}
+    assert [outputs[name].num_cached_tokens for name in ("owner", "second", "third")] == [0, 16, 16]
+
+
+def test_p3_equal_prompts_in_one_step_do_not_hit_unwritten_blocks():
+    prompt = list(range(12))
+    core = make_engine(block_size=4, num_kv_blocks=24)
+    lengths = {"a": 3, "b": 1, "c": 5}
+    for name, max_tokens in lengths.items():
+        core.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), name)
+    outputs = run(core)
+    expected = alone(prompt, SamplingParams(temperature=0.0, max_tokens=5), block_size=4).token_ids
+    for name, max_tokens in lengths.items():
+        assert outputs[name].token_ids == expected[:max_tokens]
+        assert outputs[name].num_cached_tokens == 0
+    core.add_request(prompt, GREEDY, "fourth")
+    assert run(core)["fourth"].num_cached_tokens == 8
+    core.add_request([40] * 94, SamplingParams(temperature=0.0, max_tokens=3), "evicts everything")
+    run(core)
+    core.add_request(prompt, GREEDY, "fifth")
+    fifth = run(core)["fifth"]
+    assert fifth.num_cached_tokens == 0
+    assert fifth.token_ids == expected[:2]
+    assert core.block_manager.num_free_blocks == core.block_manager.num_blocks
+
+
+def test_p3_freeing_a_duplicate_keeps_the_published_block():
+    blocks = BlockManager(8, 4)
+    first, second = make_request(8, request_id="first"), make_request(8, request_id="second")
+    admit(blocks, first), admit(blocks, second)
+    compute(blocks, first), compute(blocks, second)
+    published = first.block_table[0]
+    blocks.free(second)
+    third = make_request(8, request_id="third")
+    assert admit(blocks, third) == 4
+    assert third.block_table[0] == published
+
+
+def test_p6_a_resumed_request_runs_only_what_is_not_cached():
+    blocks = BlockManager(8, 4)
+    request = make_request(14)
+    admit(blocks, request)
+    compute(blocks, request)
+    blocks.free(request)
+    request.num_computed_tokens = 0
+    assert admit(blocks, request) == 12
+    assert request.num_uncomputed_tokens == 2
+
+
+def test_p7_only_written_blocks_are_published():
+    prompt = list(range(20))
+    core = make_engine(block_size=4, max_num_batched_tokens=8)
+    core.add_request(prompt, GREEDY, "aborted")
+    core.step()
+    core.abort("aborted")
+    core.block_manager.check_invariants()
+    core.add_request(prompt, GREEDY, "again")
+    again = run(core)["again"]
+    assert again.num_cached_tokens == 8
+    assert again.token_ids == alone(prompt, GREEDY, block_size=4).token_ids
+
+
+def test_p7_abort_between_scheduling_and_the_forward_pass_publishes_nothing():
+    core = make_engine(block_size=4)
+    core.add_request(list(range(20)), GREEDY, "aborted")
+    core.scheduler.schedule()
+    core.abort("aborted")
+    core.block_manager.check_invariants()
+    core.add_request(list(range(20)), GREEDY, "again")
+    assert run(core)["again"].num_cached_tokens == 0
+
+
+def test_p8_a_chain_loses_its_tail_first():
+    blocks = BlockManager(6, 4)
+    admit_compute_free(blocks, make_request(16))
+    admit_compute_free(blocks, make_request(12, first=30))  # two plain blocks, and the oldest published one
+    assert admit(blocks, make_request(16)) == 12
+
+
+def test_p8_plain_blocks_are_reused_before_published_ones():
+    blocks = BlockManager(4, 4)
+    admit_compute_free(blocks, make_request(8))
+    for i in range(10):  # partial blocks come and go without touching what is cached
+        admit_compute_free(blocks, make_request(3, first=10 + i))
+    assert admit(blocks, make_request(8)) == 4
+
+
+@pytest.mark.parametrize(("block_size", "length", "needs_block"), [(4, 3, False), (4, 4, True), (1, 1, True)])
+def test_p10_a_block_is_taken_only_when_the_table_is_full(block_size, length, needs_block):
+    blocks = BlockManager(-(-length // block_size), block_size)
+    request = make_request(length)
+    admit(blocks, request)
+    assert blocks.num_free_blocks == 0
+    assert blocks.grow(request, length + 1) is not needs_block
+    assert len(request.block_table) == blocks.num_blocks
+
+
+def test_admission_counts_free_hits_as_taken():
+    blocks = BlockManager(4, 4)
+    admit_compute_free(blocks, make_request(12))  # three published blocks, one plain
+    longer = make_request(18, request_id="longer")
+    prefix = blocks.find_prefix(longer)
+    assert len(prefix) == 3
+    assert not blocks.can_admit(
+        longer, prefix
+    )  # needs two new blocks, and its hits are three of the four free
+
+
+def test_a_request_never_evicts_its_own_hits():
+    blocks = BlockManager(5, 4)
+    admit_compute_free(blocks, make_request(16))
+    request = make_request(18)
+    assert admit(blocks, request) == 16
+    assert len(set(request.block_table)) == 5
+
+
+@pytest.mark.parametrize("hash_function", [lambda data: 7, lambda data: sum(data) % 4])
+def test_colliding_hashes_never_share_foreign_blocks(hash_function):
+    blocks = BlockManager(32, 4, hash_function=hash_function)
+    for first in range(0, 40, 8):
+        assert admit_compute_free(blocks, make_request(9, first=first)) == 0
+    for first in range(0, 40, 8):
+        assert admit_compute_free(blocks, make_request(9, first=first)) == 8
+
+
+def test_equal_tokens_under_another_parent_are_another_block():
+    blocks = BlockManager(16, 4, hash_function=lambda data: 7)
+    one = Request("one", (1, 1, 1, 1, 9, 9, 9, 9, 0), GREEDY, 0, 11, frozenset(), 0)
+    other = Request("other", (2, 2, 2, 2, 9, 9, 9, 9, 0), GREEDY, 0, 11, frozenset(), 0)
+    admit_compute_free(blocks, one)
+    assert admit(blocks, other) == 0
+
+
+def test_reset_forgets_prefixes_but_not_running_requests():
+    blocks = BlockManager(8, 4)
+    admit_compute_free(blocks, make_request(8))
+    running = make_request(8, first=20, request_id="running")
+    admit(blocks, running)
+    compute(blocks, running)
+    blocks.reset_prefix_cache()
+    blocks.check_invariants()
+    assert len(running.block_table) == 2
+    assert admit(blocks, make_request(9)) == 0
+    assert not blocks.find_prefix(make_request(9, first=20))
+
+
+def test_the_cache_can_be_off():
+    blocks = BlockManager(8, 4, enable_prefix_caching=False)
+    admit_compute_free(blocks, make_request(8))
+    assert admit_compute_free(blocks, make_request(8)) == 0
+
+
+@pytest.mark.parametrize("bad", [{"num_blocks": 0, "block_size": 4}, {"num_blocks": 4, "block_size": 0}])
+def test_bad_sizes_are_named(bad):
+    with pytest.raises(ValueError, match="must be >= 1, got 0"):
+        BlockManager(**bad)
+
+
+def test_invariant_check_sees_damage():
+    blocks = BlockManager(4, 4)
+    request = make_request(4)
+    admit(blocks, request)
+    compute(blocks, request)
+    blocks.check_invariants()
+    request.block_table[0] = 3  # not the block that was published and counted
+    with pytest.raises(AssertionError, match="free"):
+        blocks.check_invariants()

@@ -1,0 +1,212 @@
+"""The step loop: outputs, stopping, aborts, errors, times (cases E1-E3, E6, W4, W5), over scripted executors."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SampledToken, StepInput
+from tests.engine.fake_engine import alone, make_engine, run
+from tests.engine.fake_executor import PagedHashExecutor
+
+
+class ScriptedExecutor:
+    """Gives each request the tokens of a script; None stands for logits that are not finite."""
+
+    def __init__(self, script: list[int | None]) -> None:
+        self.script = script
+        self.given: dict[str, int] = {}
+
+    def execute(self, step: StepInput) -> list[SampledToken]:
+        tokens = []
+        for row in step.rows:
+            if row.sampling is not None:
+                index = self.given.get(row.request_id, 0)
+                self.given[row.request_id] = index + 1
+                tokens.append(SampledToken(self.script[index]))
+        return tokens
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def scripted(script, params, eos=(), **options):
+    core = make_engine(executor=ScriptedExecutor(script), eos_token_ids=eos, **options)
+    core.add_request([1, 2, 3], params, "r")
+    return run(core)["r"]
+
+
+def test_e1_every_eos_id_ends_a_request():
+    output = scripted([3, 4, 9, 6, 7], SamplingParams(max_tokens=5), eos=(5, 9))
+    assert (output.token_ids, output.finish_reason) == ((3, 4, 9), "stop")
+
+
+def test_e2_ignore_eos_ignores_all_of_them():
+    output = scripted([3, 5, 9, 5, 9, 1, 2, 3, 4], SamplingParams(max_tokens=8, ignore_eos=True), eos=(5, 9))
+    assert (len(output.token_ids), output.finish_reason) == (8, "length")
+
+
+def test_e2_own_stop_ids_still_stop_under_ignore_eos():
+    params = SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=[9])
+    output = scripted([3, 5, 9, 5], params, eos=(5, 9))
+    assert (output.token_ids, output.finish_reason) == ((3, 5, 9), "stop")
+
+
+def test_e3_eos_on_the_last_allowed_token_is_a_stop():
+    output = scripted([3, 4, 5], SamplingParams(max_tokens=3), eos=(5,))
+    assert (output.token_ids, output.finish_reason) == ((3, 4, 5), "stop")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([50], {}, "token id 50, outside the vocabulary of 50"),
+        ([-1], {}, "token id -1, outside the vocabulary of 50"),
+        ([1.5], {}, "integer token ids, got 1.5"),
+        ([True], {}, "integer token ids, got True"),
+        ("text", {}, "no tokenizer"),
+        ([1], {"stop_token_ids": [50]}, "stop_token_ids holds 50"),
+        ([1], {"stop": "END"}, "no tokenizer"),
+        ([1], {"logprobs": 51}, "logprobs is 51, more than the vocabulary of 50"),
+    ],
+)
+def test_e6_bad_requests_are_refused_and_a_healthy_one_completes(prompt, options, message):
+    core = make_engine()
+    core.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4), "healthy")
+    core.step()
+    with pytest.raises(ValueError, match=message):
+        core.add_request(prompt, SamplingParams(**options))
+    expected = alone([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4))
+    assert run(core)["healthy"].token_ids == expected.token_ids
+
+
+def test_a_request_id_in_use_is_refused_and_can_be_used_again_later():
+    core = make_engine()
+    core.add_request([1], SamplingParams(max_tokens=1), "r")
+    with pytest.raises(ValueError, match="'r' is already in use"):
+        core.add_request([2], SamplingParams(max_tokens=1), "r")
+    run(core)
+    core.add_request([2], SamplingParams(max_tokens=1), "r")
+    assert run(core)["r"].prompt_token_ids == (2,)
+
+
+def test_step_reports_what_changed_and_nothing_else():
+    core = make_engine(max_num_batched_tokens=4)
+    core.add_request([1, 2, 3, 4, 5, 6], SamplingParams(temperature=0.0, max_tokens=2), "r")
+    assert core.step() == []  # a first chunk: nothing to show yet
+    (first,) = core.step()
+    assert (len(first.token_ids), first.finish_reason, first.finished) == (1, None, False)
+    (last,) = core.step()
+    assert (len(last.token_ids), last.finish_reason) == (2, "length")
+    assert core.step() == []
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_abort_reports_what_it_had_and_frees_its_blocks(steps_before):
+    core = make_engine(num_kv_blocks=8, block_size=4)
+    core.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=10), "gone")
+    core.add_request([4, 5], SamplingParams(temperature=0.0, max_tokens=10), "stays")
+    for _ in range(steps_before):
+        core.step()
+    core.abort("gone")
+    core.abort("gone")
+    core.abort("never seen")
+    core.block_manager.check_invariants()
+    outputs = {output.request_id: output for output in core.step()}
+    assert outputs["gone"].finish_reason == "abort"
+    assert len(outputs["gone"].token_ids) == steps_before
+    stays = run(core)["stays"]
+    assert stays.token_ids == alone([4, 5], SamplingParams(temperature=0.0, max_tokens=10)).token_ids
+    assert core.block_manager.num_free_blocks == 8
+
+
+def test_logits_that_are_not_finite_end_only_their_request():
+    class OneBadRow(PagedHashExecutor):
+        def execute(self, step):
+            tokens = super().execute(step)
+            rows = [row for row in step.rows if row.sampling is not None]
+            return [
+                SampledToken(None) if row.request_id == "bad" and row.start > 4 else t
+                for row, t in zip(rows, tokens)
+            ]
+
+    core = make_engine(executor=OneBadRow(64, 16))
+    core.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=6), "bad")
+    core.add_request([4, 5], SamplingParams(temperature=0.0, max_tokens=6), "good")
+    outputs = run(core)
+    assert (outputs["bad"].finish_reason, len(outputs["bad"].token_ids)) == ("error", 3)
+    assert "NaN" in outputs["bad"].error
+    assert outputs["good"].token_ids == alone([4, 5], SamplingParams(temperature=0.0, max_tokens=6)).token_ids
+
+
+def test_a_seeded_request_is_the_same_in_any_company():
+    params = SamplingParams(temperature=1.0, max_tokens=12, seed=123)
+    expected = alone([7, 8, 9], params).token_ids
+    core = make_engine()
+    for i in range(5):
+        core.add_request([i], SamplingParams(temperature=0.7, max_tokens=3 + i))
+    core.step()
+    core.add_request([7, 8, 9], params, "seeded")
+    assert run(core)["seeded"].token_ids == expected
+
+
+def test_unseeded_requests_draw_streams_of_their_own_from_the_engine_seed():
+    def outputs(seed):
+        core = make_engine(seed=seed)
+        ids = [core.add_request([1, 2], SamplingParams(max_tokens=10)) for _ in range(2)]
+        finished = run(core)
+        return [finished[request_id].token_ids for request_id in ids]
+
+    assert outputs(0) == outputs(0)
+    assert outputs(0)[0] != outputs(0)[1]
+    assert outputs(0) != outputs(1)
+
+
+def test_w5_times_belong_to_the_request_that_they_describe():
+    clock = FakeClock()
+
+    class TickingExecutor(PagedHashExecutor):
+        def execute(self, step):
+            clock.now += 1.0
+            return super().execute(step)
+
+    core = make_engine(
+        executor=TickingExecutor(3, 4), num_kv_blocks=3, block_size=4, clock=clock, record_token_times=True
+    )
+    core.add_request([1, 2, 3], SamplingParams(max_tokens=4), "first")
+    core.step()
+    clock.now += 0.5
+    core.add_request([1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(max_tokens=1), "late")
+    outputs = run(core)
+    first, late = outputs["first"].metrics, outputs["late"].metrics
+    assert (first.arrival_time, first.first_token_time, first.last_token_time) == (0.0, 1.0, 4.5)
+    assert first.token_times == (1.0, 2.5, 3.5, 4.5)
+    assert late.arrival_time == 1.5
+    assert late.first_token_time > first.first_token_time + 1
+    assert late.first_token_time == late.last_token_time
+
+
+def test_w4_recomputed_tokens_are_not_output():
+    core = make_engine(num_kv_blocks=8, block_size=4, record_token_times=True, enable_prefix_caching=False)
+    ids = [core.add_request([i] * 6, SamplingParams(temperature=0.0, max_tokens=20)) for i in range(4)]
+    outputs = run(core)
+    stats = core.stats()
+    assert stats["num_preemptions"] == sum(outputs[i].num_preemptions for i in ids) > 0
+    assert stats["num_output_tokens"] == 80
+    assert all(len(outputs[i].metrics.token_times) == 20 for i in ids)
+    assert stats["num_prefill_tokens"] > 24
+    assert stats["num_free_kv_blocks"] == stats["num_kv_blocks"] == 8
+
+
+def test_postponed_ends_are_reported_by_a_later_step():
+    core = make_engine()
+    core.add_request([1], SamplingParams(max_tokens=1), "r")
+    ended = core.step()
+    core.postpone(ended)
+    assert core.step() == ended

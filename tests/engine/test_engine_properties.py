@@ -1,0 +1,153 @@
+"""Stateful property tests: random add / step / abort / reset on tiny pools, hashes that collide, books checked each step."""
+
+from __future__ import annotations
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.sampling_params import SamplingParams
+from tests.engine.fake_engine import alone, make_engine
+
+HASHES = {
+    "xxh3": xxhash.xxh3_64_intdigest,
+    "2 bits": lambda data: xxhash.xxh3_64_intdigest(data) & 3,
+    "constant": lambda data: 0,
+}
+MAX_LEN = 24
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Whatever happens, every request ends as it would alone without a cache, and the pool's books balance."""
+
+    @initialize(
+        num_kv_blocks=st.integers(6, 14),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.sampled_from([1, 3, 8, 64]),
+        max_num_seqs=st.integers(1, 5),
+        policy=st.sampled_from(["mixed", "prefill_first"]),
+        caching=st.booleans(),
+        chunked=st.booleans(),
+        hash_name=st.sampled_from(sorted(HASHES)),
+    )
+    def start(self, num_kv_blocks, block_size, budget, max_num_seqs, policy, caching, chunked, hash_name):
+        self.core = make_engine(
+            num_kv_blocks=num_kv_blocks,
+            block_size=block_size,
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            scheduling=policy,
+            enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked,
+            hash_function=HASHES[hash_name],
+        )
+        self.block_size = block_size
+        self.requests = {}
+        self.lengths = {}
+        self.idle_steps = 0
+
+    @rule(
+        prefix=st.integers(0, 10),
+        tail=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+        max_tokens=st.integers(1, 12),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 3),
+    )
+    def add(self, prefix, tail, max_tokens, temperature, seed):
+        prompt = [i % 3 for i in range(prefix)] + tail
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+        try:
+            request_id = self.core.add_request(prompt, params)
+        except ValueError as error:
+            assert "KV blocks" in str(error) or "max_num_batched_tokens" in str(error)
+            return
+        self.requests[request_id] = (prompt, params)
+        self.lengths[request_id] = 0
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.core.abort(data.draw(st.sampled_from(sorted(self.requests))))
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.core.block_manager.reset_prefix_cache()
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count):
+        for _ in range(count):
+            self._step()
+
+    def _step(self):
+        before = self._progress()
+        self._check_outputs(self.core.step())
+        if self.core.has_unfinished_requests() and self._progress() == before:
+            self.idle_steps += 1
+        assert self.idle_steps == 0, "a step changed nothing"
+
+    def _progress(self):
+        totals = self.core.totals
+        return totals.num_prefill_tokens + totals.num_decode_tokens
+
+    def _check_outputs(self, outputs):
+        for output in outputs:
+            prompt, params = self.requests[output.request_id]
+            expected = alone(prompt, params, block_size=self.block_size, max_model_len=MAX_LEN).token_ids
+            assert output.token_ids == expected[: len(output.token_ids)]
+            assert len(output.token_ids) >= self.lengths[output.request_id]
+            self.lengths[output.request_id] = len(output.token_ids)
+            if output.finish_reason == "length":
+                assert len(output.token_ids) == len(expected)
+            if output.finished:
+                del self.requests[output.request_id]
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "core"):
+            self.core.block_manager.check_invariants()
+
+    def teardown(self):
+        if not hasattr(self, "core"):
+            return
+        bound = 50 * (1 + len(self.requests)) * MAX_LEN
+        for _ in range(bound):
+            if not self.core.has_unfinished_requests():
+                break
+            self._step()
+            self.core.block_manager.check_invariants()
+        assert not self.core.has_unfinished_requests(), "requests are left that make no progress"
+        self._check_outputs(self.core.step())
+        assert not self.requests
+        assert self.core.block_manager.num_free_blocks == self.core.block_manager.num_blocks
+
+
+def run_machine(examples: int, length: int) -> None:
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=length,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_random_lives_of_an_engine():
+    run_machine(examples=400, length=50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_random_lives_of_an_engine_for_long():
+    run_machine(examples=10_000, length=100)
