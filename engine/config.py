@@ -102,7 +102,8 @@ class EngineConfig:
             return max_position_embeddings
         if self.max_model_len > max_position_embeddings:
             raise ValueError(
-                f"max_model_len is {self.max_model_len}, the model's max_position_embeddings is {max_position_embeddings}"
+                f"max_model_len is {self.max_model_len}, the model's max_position_embeddings is "
+                f"{max_position_embeddings}"
             )
         return self.max_model_len
 

@@ -276,10 +276,10 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
-    if items and isinstance(items[0], int):
-        return [items]  # a single prompt of token ids
-    return items  # type: ignore[return-value]
+    items: list[Any] = list(prompts)
+    return (
+        [items] if items and isinstance(items[0], int) else items
+    )  # one prompt of token ids, or several prompts
 
 
 def _per_prompt(

@@ -154,7 +154,7 @@ class ModelRunner:
     def forced_logits(
         self, token_ids: list[int], num_prompt_tokens: int, block_table: list[int]
     ) -> torch.Tensor:
-        """[len(token_ids) - num_prompt_tokens, vocab_size] fp32: what the model says before each token after the prompt.
+        """[len(token_ids) - num_prompt_tokens, vocab_size] fp32: the logits before each token after the prompt.
 
         The prompt runs as prefill chunks, every later token as a decode step, with this engine's own kernels.
         """

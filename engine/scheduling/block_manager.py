@@ -141,7 +141,7 @@ class BlockManager:
     # --- allocation -----------------------------------------------------------------------------------------
 
     def can_admit(self, request: Request, prefix: list[CacheEntry], spare: int = 0) -> bool:
-        """Whether all of request's tokens fit, leaving `spare` blocks free. Hits that are free now leave the pool too."""
+        """Whether all of request's tokens fit and leave `spare` blocks free. Hits that are free now are taken too."""
         free_hits = sum(self._ref_counts[entry.block_id] == 0 for entry in prefix)
         new_blocks = self.blocks_for(request.num_tokens) - len(prefix)
         return new_blocks + free_hits + spare <= self.num_free_blocks
@@ -236,12 +236,14 @@ class BlockManager:
                 _check(chain_hash == self._hash(content) == entry.chain_hash, "an entry has the wrong hash")
         for request in self._holders.values():
             for i, block_id in enumerate(request.block_table):
-                entry = self._entries[block_id]
-                if entry is None:
+                published = self._entries[block_id]
+                if published is None:
                     continue
                 written = (i + 1) * self.block_size <= request.num_computed_tokens
                 _check(written, "a block was published before its KV was written")
-                _check(entry.token_ids == self._tokens(request, i), "a published block holds other tokens")
+                _check(
+                    published.token_ids == self._tokens(request, i), "a published block holds other tokens"
+                )
 
 
 def _check(condition: bool, message: str) -> None:

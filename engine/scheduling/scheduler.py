@@ -21,7 +21,7 @@ class ScheduledRequest:
 
 @dataclass
 class Schedule:
-    """The requests of one step; decodes run one token each, prefills a chunk of their prompt (or of a resumed sequence)."""
+    """The requests of one step; decodes run one token each, prefills a chunk of a prompt or a resumed sequence."""
 
     decodes: list[ScheduledRequest] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
