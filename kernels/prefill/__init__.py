@@ -1,0 +1,34 @@
+"""Prefill attention over paged KV: kernels by name, behind one contract (kernels/prefill/contract.py).
+
+    from kernels import prefill
+    kernel = prefill.get("triton")
+    out = kernel(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len)
+
+A kernel of another package joins through the entry-point group `decodelab.prefill`.
+"""
+
+from kernels.prefill.contract import PrefillKernel, PrefillProblem, check_inputs
+from kernels.prefill.reference import ReferencePrefill
+from kernels.prefill.torch_sdpa import TorchPrefill
+from kernels.prefill.triton_flash import TritonPrefill
+from kernels.registry import Registry, UnknownKernelError
+
+__all__ = [
+    "PrefillKernel",
+    "PrefillProblem",
+    "UnknownKernelError",
+    "available",
+    "check_inputs",
+    "get",
+    "names",
+    "register",
+]
+
+_registry: Registry[PrefillKernel] = Registry("prefill kernel", "decodelab.prefill")
+names = _registry.names
+available = _registry.available
+get = _registry.get
+register = _registry.register
+
+for _kernel in (ReferencePrefill(), TorchPrefill(), TritonPrefill()):
+    register(_kernel.name)(_kernel)
