@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs
 from kernels.decode.reference import ReferenceDecode
+from kernels.decode.single_pass import SinglePassDecode
+from kernels.decode.split_kv import SplitKVDecode
+from kernels.decode.torch_paged import TorchDecode
 from kernels.registry import Registry, UnknownKernelError
 
 __all__ = [
@@ -30,5 +33,5 @@ available = _registry.available
 get = _registry.get
 register = _registry.register
 
-for _kernel in (ReferenceDecode(),):
+for _kernel in (ReferenceDecode(), TorchDecode(), SinglePassDecode(), SplitKVDecode()):
     register(_kernel.name)(_kernel)

@@ -1,0 +1,114 @@
+"""How to cut a decode problem into programs: on the host, from its shape alone, the same every time."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kernels.decode.contract import DecodeProblem
+from kernels.decode.launch import padded_dim
+
+# Without a GPU to ask (planning ahead of time, the interpreter): an H100's or H200's.
+DEFAULT_SM_COUNT = 132
+
+# Programs that an SM works on at once; more splits than fill these only add partial results.
+PROGRAMS_PER_SM = 3
+
+# What a program costs before and after its tiles (launch, query, table, partial result), in tiles.
+PROGRAM_OVERHEAD = 2.0
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """num_splits: programs a sequence and KV head; tile: keys a step; num_warps, num_stages: Triton's."""
+
+    num_splits: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for field, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{field} is {value}, the least is 1")
+        if self.tile & (self.tile - 1) or self.tile < 16:
+            raise ValueError(f"tile is {self.tile}, expected a power of two from 16 on")
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_splits(problem: DecodeProblem, sm_count: int | None = None) -> SplitPlan:
+    """The plan of a problem. sm_count: of the GPU planned for; None asks problem.device."""
+    tile, num_warps, num_stages = tile_shape(problem)
+    programs = problem.batch_size * problem.num_kv_heads * head_tiles(problem)
+    num_splits = choose_num_splits(
+        num_tiles=-(-problem.max_context_len // tile),
+        programs_per_split=programs,
+        slots=PROGRAMS_PER_SM * (sm_count or device_sm_count(problem.device)),
+    )
+    return SplitPlan(num_splits, tile, num_warps, num_stages)
+
+
+def choose_num_splits(num_tiles: int, programs_per_split: int, slots: int) -> int:
+    """The number of splits that ends first, when `slots` programs run at once and each takes its tiles in turn.
+
+    A round of programs lasts as long as its tiles plus PROGRAM_OVERHEAD. The last, partly filled round is counted
+    by the share of the slots it fills, but as one whole program at least, since the memory is then shared by
+    fewer. Ties go to fewer splits.
+    """
+
+    def duration(num_splits: int) -> float:
+        rounds = max(1.0, programs_per_split * num_splits / slots)
+        return rounds * (-(-num_tiles // num_splits) + PROGRAM_OVERHEAD)
+
+    most = max(1, min(num_tiles, -(-slots // programs_per_split)))
+    return min(range(1, most + 1), key=duration)
+
+
+def max_partials(problem: DecodeProblem, sm_count: int | None = None) -> int:
+    """A bound on batch * num_splits over plans of this problem and of those with smaller batch or context."""
+    slots = PROGRAMS_PER_SM * (sm_count or device_sm_count(problem.device))
+    # choose_num_splits stays below slots / programs + 1.
+    per_sequence = problem.num_kv_heads * head_tiles(problem)
+    return -(-slots // per_sequence) + problem.batch_size
+
+
+def tile_shape(problem: DecodeProblem) -> tuple[int, int, int]:
+    """(tile, num_warps, num_stages): what fits the shared memory of every supported GPU without spills.
+
+    Triton's pipeliner gives the table look-up two stages and the products one, so that five stages hold two
+    tiles of keys and values in flight, and three or four only one.
+    """
+    wide = padded_dim(problem.head_dim) > 128
+    if problem.dtype == torch.float32:
+        # Exact fp32 products run without tensor cores and keep whole operands in registers.
+        return 16, 8, 1 if wide else 2
+    # An accumulator beyond this many elements is spread over twice the threads.
+    num_warps = 8 if head_rows(problem) * padded_dim(problem.head_dim) > 4096 else 4
+    return (32, num_warps, 3) if wide else (64, num_warps, 5)
+
+
+def head_rows(problem: DecodeProblem) -> int:
+    """Rows of the query tile: the group's heads, padded to what tl.dot takes; larger groups are tiled."""
+    most = 16 if problem.dtype == torch.float32 else 64
+    rows = 16
+    while rows < min(problem.group_size, most):
+        rows *= 2
+    return rows
+
+
+def head_tiles(problem: DecodeProblem) -> int:
+    """Programs that share a group's query heads."""
+    return -(-problem.group_size // head_rows(problem))
+
+
+@functools.cache
+def device_sm_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; DEFAULT_SM_COUNT elsewhere."""
+    if device.type != "cuda":
+        return DEFAULT_SM_COUNT
+    return torch.cuda.get_device_properties(device).multi_processor_count

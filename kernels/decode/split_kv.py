@@ -1,0 +1,215 @@
+"""Flash decoding: the context split over programs, query heads of a group packed, partial results merged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs, problem_of
+from kernels.decode.launch import padded_dim, unsupported_by_triton
+from kernels.decode.merge import merge_splits, partial_numel, partial_views
+from kernels.decode.online_softmax import LOG2_E, attend_range, load_queries, normalised
+from kernels.decode.planner import head_rows, head_tiles, max_partials, plan_splits, tile_shape
+from kernels.triton_support import dot_dtype, on_device, tl, triton, triton_unavailable
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "split_size", "stride_table_row"],
+    do_not_specialize_on_alignment=["table_ptr", "context_lens_ptr"],
+)
+def _attend_split(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    context_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale_log2,
+    num_splits,
+    split_size,
+    stride_q_row,
+    stride_q_head,
+    stride_k_block,
+    stride_k_token,
+    stride_k_head,
+    stride_v_block,
+    stride_v_token,
+    stride_v_head,
+    stride_table_row,
+    stride_out_row,
+    stride_out_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIRECT: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """One program a (KV head and tile of its query heads, split, row).
+
+    A split is split_size keys, or where that is 0 the row's context over num_splits, up to a multiple of TILE.
+    DIRECT (one split) writes the output, else the normalised partial output and its base-2 log-sum-exp; an
+    empty split writes (0, -inf), so the second stage never reads memory that nothing wrote.
+    """
+    kv_head = tl.program_id(0) // HEAD_TILES
+    head_in_group = (tl.program_id(0) % HEAD_TILES) * HEADS
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first_head = kv_head * GROUP + head_in_group
+    num_heads = tl.minimum(GROUP - head_in_group, HEADS)
+
+    context_len = tl.load(context_lens_ptr + row)
+    q = load_queries(
+        q_ptr + row * stride_q_row, stride_q_head, first_head, num_heads, HEADS, HEAD_DIM, DIM, DOT_DTYPE
+    )
+    split_len = split_size
+    if split_size == 0:
+        split_len = tl.cdiv(tl.cdiv(context_len, num_splits), TILE) * TILE
+    start = split * split_len
+    end = tl.minimum(start + split_len, context_len)
+    acc, peak, total = attend_range(
+        q,
+        k_ptr + kv_head.to(tl.int64) * stride_k_head,
+        v_ptr + kv_head.to(tl.int64) * stride_v_head,
+        table_ptr + row * stride_table_row,
+        start,
+        end,
+        scale_log2,
+        stride_k_block,
+        stride_k_token,
+        stride_v_block,
+        stride_v_token,
+        HEADS,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        TILE,
+        DOT_DTYPE,
+    )
+    out, lse = normalised(acc, peak, total)
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, DIM)
+    mask = (heads < num_heads)[:, None] & (dims < HEAD_DIM)[None, :]
+    head_ids = (first_head + heads).to(tl.int64)
+    if DIRECT:
+        tl.store(
+            out_ptr + row * stride_out_row + head_ids[:, None] * stride_out_head + dims[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=mask,
+        )
+    else:
+        slots = (row * (NUM_KV_HEADS * GROUP) + head_ids) * num_splits + split
+        tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
+        tl.store(lse_ptr + slots, lse, mask=heads < num_heads)
+
+
+class SplitKVDecode(DecodeKernel):
+    """Two stages: attention of each split, then a merge by log-sum-exp (base 2 in both).
+
+    FlashDecoding (Dao et al. 2023) over a paged cache. A row's context is cut into num_splits equal parts,
+    whatever its length, so a plan holds for every context; results may then differ with the batch in the last bits,
+    since num_splits does. With split_size a row's bits are the same in any batch.
+    """
+
+    name = "split_kv"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return triton_unavailable(device)
+
+    def supports(self, problem: DecodeProblem) -> str | None:
+        return unsupported_by_triton(problem)
+
+    def plan(self, problem: DecodeProblem) -> dict[str, Any]:
+        return plan_splits(problem).options()
+
+    def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
+        numel = partial_numel(max_partials(problem), problem.num_q_heads, 1, problem.head_dim)
+        return torch.empty(numel, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        context_lens: Tensor,
+        scale: float | None = None,
+        out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        num_splits: int | None = None,
+        split_size: int = 0,
+        tile: int | None = None,
+        num_warps: int | None = None,
+        num_stages: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """num_splits, tile, num_warps, num_stages: see SplitPlan; what is None is planned for a full table.
+
+        split_size: keys a split, a multiple of tile; num_splits must then cover the longest context, and by
+        default covers a full table.
+        """
+        if options:
+            raise TypeError(f"split_kv takes no option {sorted(options)}")
+        check_inputs(q, k_cache, v_cache, block_table, context_lens, out)
+        out = torch.empty_like(q) if out is None else out
+        batch_size, num_q_heads, head_dim = q.shape
+        if batch_size == 0:
+            return out
+        problem = problem_of(q, k_cache, block_table)
+        if tile is None or num_warps is None or num_stages is None:
+            default_tile, default_warps, default_stages = tile_shape(problem)
+            tile = tile or default_tile
+            num_warps = num_warps or default_warps
+            num_stages = num_stages or default_stages
+        if split_size % tile:
+            raise ValueError(f"split_size is {split_size}, not a multiple of tile {tile}")
+        if num_splits is None and split_size:
+            num_splits = max(1, -(-problem.max_context_len // split_size))
+        elif num_splits is None:
+            num_splits = plan_splits(problem).num_splits
+        partial = lse = None
+        if num_splits > 1:
+            partial, lse = partial_views(workspace, batch_size, num_q_heads, num_splits, head_dim, like=q)
+        tiles = head_tiles(problem)
+        with on_device(q):
+            _attend_split[(problem.num_kv_heads * tiles, num_splits, batch_size)](
+                q,
+                k_cache,
+                v_cache,
+                block_table,
+                context_lens,
+                out,
+                partial,
+                lse,
+                (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+                num_splits,
+                split_size,
+                *q.stride()[:2],
+                *k_cache.stride()[:3],
+                *v_cache.stride()[:3],
+                block_table.stride(0),
+                *out.stride()[:2],
+                NUM_KV_HEADS=problem.num_kv_heads,
+                GROUP=problem.group_size,
+                HEADS=head_rows(problem),
+                HEAD_TILES=tiles,
+                HEAD_DIM=head_dim,
+                DIM=padded_dim(head_dim),
+                BLOCK_SIZE=problem.block_size,
+                TILE=tile,
+                DIRECT=num_splits == 1,
+                DOT_DTYPE=dot_dtype(q.dtype),
+                num_warps=num_warps,
+                num_stages=num_stages,
+            )
+        if partial is not None and lse is not None:
+            merge_splits(partial, lse, out)
+        return out
