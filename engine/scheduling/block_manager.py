@@ -228,6 +228,8 @@ class BlockManager:
         _check(
             len(indexed) == sum(e is not None for e in self._entries), "index and entries differ in number"
         )
+        identities = {(id(entry.parent), entry.token_ids) for entry in indexed}
+        _check(len(identities) == len(indexed), "two blocks are published for the same prefix")
         for chain_hash, bucket in self._index.items():
             for entry in bucket:
                 _check(self._entries[entry.block_id] is entry, "an index entry outlived its block")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,6 +61,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
+        # Both in order of arrival, and all of running before all of waiting: requests are admitted from the head of
+        # waiting, and preempted from the tail of running back to it.
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -154,8 +155,6 @@ class Scheduler:
         for request in self.running:
             if budget and not request.is_decoding:
                 budget -= self._schedule_chunk(request, budget, schedule)
-        if schedule.preempted:
-            return  # the pool is short: what it has is for those who run
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             prefix = self.block_manager.find_prefix(request)
@@ -169,7 +168,7 @@ class Scheduler:
             self.block_manager.admit(request, prefix)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
-            insort(self.running, request, key=lambda r: r.arrival)
+            self.running.append(request)
             budget -= self._schedule_chunk(request, budget, schedule)
 
     def _may_chunk(self, request: Request) -> bool:

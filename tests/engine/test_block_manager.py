@@ -110,6 +110,21 @@ def test_p3_freeing_a_duplicate_keeps_the_published_block():
     assert third.block_table[0] == published
 
 
+def test_nothing_is_published_below_a_block_that_was_reused():
+    blocks = BlockManager(5, 4)
+    first, second = make_request(8, request_id="first"), make_request(8, request_id="second")
+    admit(blocks, first), admit(blocks, second)
+    compute(blocks, first), compute(blocks, second)  # second's copies stay unpublished
+    blocks.free(first)
+    admit_compute_free(blocks, make_request(12, first=30, request_id="other"))  # reuses first's blocks
+    second.token_ids += [90, 91, 92, 93]
+    assert blocks.grow(second, 12)
+    compute(blocks, second)
+    assert len(second.cached_chain) == 2
+    blocks.free(second)
+    assert not blocks.find_prefix(make_request(13))
+
+
 def test_p6_a_resumed_request_runs_only_what_is_not_cached():
     blocks = BlockManager(8, 4)
     request = make_request(14)

@@ -118,6 +118,12 @@ class EngineMachine(RuleBasedStateMachine):
     def books_balance(self):
         if hasattr(self, "core"):
             self.core.block_manager.check_invariants()
+            for queue in (self.core.scheduler.running, self.core.scheduler.waiting):
+                arrivals = [request.arrival for request in queue]
+                assert arrivals == sorted(arrivals), "a queue is out of the order of arrival"
+            for request in self.core.scheduler.waiting:
+                assert not request.block_table
+                assert request.num_computed_tokens == 0
 
     def teardown(self):
         if not hasattr(self, "core"):

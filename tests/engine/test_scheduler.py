@@ -135,6 +135,36 @@ def test_requests_are_admitted_in_order_of_arrival():
     assert ended == ids
 
 
+def test_a_newcomer_waits_while_it_would_soon_be_preempted():
+    core = make_engine(num_kv_blocks=4, block_size=4)
+    core.add_request([1] * 6, greedy(8), "running")  # two blocks, soon three
+    core.step()
+    core.add_request([2] * 6, greedy(1), "newcomer")  # two blocks are free, but one of them will be needed
+    core.step()
+    assert [request.request_id for request in core.scheduler.waiting] == ["newcomer"]
+    assert all(output.num_preemptions == 0 for output in run(core).values())
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    core = make_engine(num_kv_blocks=6, block_size=4, enable_prefix_caching=False)
+    for i in range(2):
+        core.add_request([i] * 8, greedy(12))
+    core.step()
+    core.add_request([3, 3], greedy(1))
+    while core.has_unfinished_requests():
+        core.step()
+        if core.last_step.num_preempted:
+            assert core.last_step.num_prefill_tokens == 0
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    core = make_engine(num_kv_blocks=6, block_size=4)
+    ids = [core.add_request([i] * 8, greedy(12)) for i in range(2)]
+    outputs = run(core)
+    assert outputs[ids[1]].num_preemptions > 0
+    assert outputs[ids[1]].num_cached_tokens == 0
+
+
 def test_a_scheduler_that_cannot_move_says_so():
     core = make_engine(num_kv_blocks=2, block_size=4)
     core.add_request([1, 2, 3, 4, 5], greedy(1))
