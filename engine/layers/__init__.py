@@ -1,0 +1,1 @@
+"""Building blocks of the network, sharded over a ParallelGroup where their names say so."""

@@ -1,0 +1,1 @@
+"""Process groups and collectives: the ground floor of the engine, which imports nothing of it."""
