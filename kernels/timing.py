@@ -1,0 +1,215 @@
+"""The only code that times device work.
+
+Two cache states, always named beside the number. "cold": at least COLD_FACTOR times the cache passes between two
+uses of the same bytes. On a GPU the callables rotate over as many input sets as that takes; on a CPU, where each
+call is timed by itself, a buffer larger than the cache is swept before each, outside the timed region. "hot": the
+same inputs again and again.
+
+A GPU sample is one replay of a CUDA graph of many calls over their number, or, where a callable cannot be
+captured, of the same calls between two events ("cuda_event", which then holds launch gaps). A CPU sample is one
+call by perf_counter. Variants run interleaved, in a new random order each round, so that drift of clocks and
+temperature falls on all of them alike. Compilation and first uses happen in a warm-up that is never timed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+CacheState = Literal["cold", "hot"]
+Method = Literal["cuda_graph", "cuda_event", "perf_counter"]
+Call = Callable[[], Any]
+
+COLD_FACTOR = 5
+
+# A GPU sample lasts at least this long, so that the events' resolution and the replay's start vanish in it.
+SAMPLE_US = 2000.0
+
+# Bytes swept before a cold CPU call: COLD_FACTOR caches, within these bounds.
+SWEEP_BOUNDS = (64 << 20, 256 << 20)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Raw samples of one variant in one round, microseconds a call."""
+
+    samples_us: tuple[float, ...]
+    method: str
+    cache_state: str
+
+    def __post_init__(self) -> None:
+        if not self.samples_us:
+            raise ValueError("samples_us is empty")
+
+    @property
+    def median(self) -> float:
+        """Microseconds a call."""
+        return statistics.median(self.samples_us)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The cache that must be passed over: a GPU's L2, or a CPU's last level as Linux tells it (else 32 MiB)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    sizes = [
+        path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(
+        (int(size.rstrip("KM")) << (20 if size.endswith("M") else 10) for size in sizes), default=32 << 20
+    )
+
+
+def num_input_sets(bytes_per_set: int, device: torch.device, cache_state: CacheState) -> int:
+    """How many input sets of bytes_per_set a variant needs, so that rotating over them is cold.
+
+    Between two uses of one set all others are used: COLD_FACTOR caches' worth of bytes at least.
+    """
+    _check_state(cache_state)
+    if bytes_per_set < 1:
+        raise ValueError(f"bytes_per_set is {bytes_per_set}, the least is 1")
+    if cache_state == "hot" or device.type != "cuda":
+        return 1
+    return 1 + -(-COLD_FACTOR * cache_bytes(device) // bytes_per_set)
+
+
+def time_interleaved(
+    variants: Mapping[str, Sequence[Call]],
+    *,
+    device: torch.device,
+    cache_state: CacheState,
+    rounds: int = 5,
+    samples: int = 5,
+    rng: random.Random | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    sweep: Call | None = None,
+) -> dict[str, list[Timing]]:
+    """Time each variant in each round, in random order: one Timing a variant and round, in round order.
+
+    variants: name -> one callable per input set (see num_input_sets); "hot" uses the first alone.
+    samples: per variant and round. rng: the order; None for a fixed seed.
+    clock, sweep: of the CPU path, seconds and what evicts the cache; replaceable in tests.
+    """
+    _check_state(cache_state)
+    if rounds < 1 or samples < 1:
+        raise ValueError(f"rounds and samples must be at least 1, got {rounds} and {samples}")
+    for name, calls in variants.items():
+        if not calls:
+            raise ValueError(f"variant {name!r} has no callable")
+    rng = rng or random.Random(0)
+    chosen = {name: calls[:1] if cache_state == "hot" else calls for name, calls in variants.items()}
+    if device.type == "cuda":
+        samplers: dict[str, _Sampler] = {n: _GpuSampler(calls, device) for n, calls in chosen.items()}
+    else:
+        if sweep is None:
+            sweep = _cpu_sweep() if cache_state == "cold" else _nothing
+        samplers = {name: _CpuSampler(calls, clock, sweep) for name, calls in chosen.items()}
+    timings: dict[str, list[Timing]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        order = list(variants)
+        rng.shuffle(order)
+        for name in order:
+            taken = samplers[name].take(samples)
+            timings[name].append(Timing(taken, samplers[name].method, cache_state))
+    return timings
+
+
+class _Sampler:
+    """Times one variant."""
+
+    method: Method
+
+    def take(self, count: int) -> tuple[float, ...]:
+        """`count` samples after an untimed use, microseconds a call."""
+        raise NotImplementedError
+
+
+class _CpuSampler(_Sampler):
+    method: Method = "perf_counter"
+
+    def __init__(self, calls: Sequence[Call], clock: Callable[[], float], sweep: Call) -> None:
+        self._calls = itertools.cycle(calls)
+        self._clock = clock
+        self._sweep = sweep
+
+    def take(self, count: int) -> tuple[float, ...]:
+        next(self._calls)()
+        return tuple(self._sample(next(self._calls)) for _ in range(count))
+
+    def _sample(self, call: Call) -> float:
+        self._sweep()
+        start = self._clock()
+        call()
+        return 1e6 * (self._clock() - start)
+
+
+class _GpuSampler(_Sampler):
+    """A CUDA graph of whole rotations over the input sets; the same calls between events if capture fails."""
+
+    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
+        self._device = device
+        self._calls = list(calls)
+        with torch.cuda.device(device):
+            for call in calls:  # compiles, and allocates what is kept between calls
+                call()
+            self._run, self.method = self._capture()
+            (per_call,) = self.take(1)
+            rotations = math.ceil(SAMPLE_US / (per_call * len(calls)))
+            if rotations > 1:
+                self._calls = self._calls * rotations
+                self._run, self.method = self._capture()
+
+    def take(self, count: int) -> tuple[float, ...]:
+        # Runs follow one another without the host in between: each starts while the device is still busy.
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        with torch.cuda.device(self._device):
+            self._run()
+            for event in events[:-1]:
+                event.record()
+                self._run()
+            events[-1].record()
+            events[-1].synchronize()
+        pairs = itertools.pairwise(events)
+        return tuple(1000.0 * start.elapsed_time(end) / len(self._calls) for start, end in pairs)
+
+    def _run_calls(self) -> None:
+        for call in self._calls:
+            call()
+
+    def _capture(self) -> tuple[Call, Method]:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._run_calls()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # the callable waits for the device, or does something else that no graph holds
+            torch.cuda.synchronize()
+            return self._run_calls, "cuda_event"
+        return graph.replay, "cuda_graph"
+
+
+def _cpu_sweep() -> Call:
+    """Reads and writes a buffer larger than the CPU's cache."""
+    low, high = SWEEP_BOUNDS
+    size = min(max(COLD_FACTOR * cache_bytes(torch.device("cpu")), low), high)
+    buffer = torch.zeros(size // 4, dtype=torch.float32)
+    return lambda: buffer.add_(1.0)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _check_state(cache_state: str) -> None:
+    if cache_state not in ("cold", "hot"):
+        raise ValueError(f"cache_state is {cache_state!r}, expected 'cold' or 'hot'")
