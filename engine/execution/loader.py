@@ -1,0 +1,117 @@
+"""Filling a model's parameters: from safetensors, straight to the device, or with random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.layers.attention_metadata import KernelChoice
+from engine.layers.weight_shard import WeightShard
+from engine.models.checkpoint import ModelSource
+from engine.models.decoder import Decoder
+from engine.models.weight_files import locate_tensors
+from engine.parallel.group import ParallelGroup
+
+DUMMY_STD = 0.02
+"""Of dummy weights: that of the usual initialisation, with which activations stay finite in any number of layers."""
+
+_FLOAT_FORMATS = ("F64", "F32", "F16", "BF16")
+_DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    load_format: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: ParallelGroup,
+    kernels: KernelChoice,
+    seed: int,
+) -> Decoder:
+    """Build this rank's part of the model on `device` in `dtype` and fill it.
+
+    load_format "auto" reads the checkpoint at source.path, "dummy" draws weights from `seed`, the same ones for any
+    number of ranks. Raises ValueError, naming the tensor or file, if the checkpoint does not fit the model exactly.
+    """
+    if load_format != "dummy" and source.path is None:
+        raise ValueError("a model without a checkpoint needs load_format 'dummy'")
+    model = Decoder(source.config, group=group, kernels=kernels, dtype=dtype, device=device)
+    shards = list(model.weight_shards())
+    if load_format == "dummy":
+        draw_weights(shards, seed)
+    else:
+        assert source.path is not None
+        read_weights(
+            shards, source.path, ignored=["lm_head.weight"] if source.config.tie_word_embeddings else []
+        )
+    return model.eval()
+
+
+@torch.no_grad()
+def read_weights(shards: Sequence[WeightShard], directory: Path, *, ignored: Iterable[str] = ()) -> None:
+    """Copy each shard's slice of its tensor from the safetensors in `directory`, one tensor at a time.
+
+    Nothing but the slice is read, and it goes to the target's device before it is cast. ignored: tensors that the files
+    may hold although no shard takes them; precomputed inverse frequencies may too.
+    """
+    location = locate_tensors(directory)
+    wanted = {shard.name: shard for shard in shards}
+    _refuse_any(f"{directory} lacks", set(wanted) - set(location))
+    surplus = {name for name in set(location) - set(wanted) - set(ignored) if not _DERIVED.fullmatch(name)}
+    _refuse_any(f"{directory} has, but the model does not take,", surplus)
+    by_file: dict[Path, list[WeightShard]] = defaultdict(list)
+    for shard in shards:
+        by_file[location[shard.name]].append(shard)
+    for file, file_shards in by_file.items():
+        with safe_open(file, framework="pt", device=str(file_shards[0].target.device)) as tensors:
+            for shard in file_shards:
+                stored = tensors.get_slice(shard.name)
+                if tuple(stored.get_shape()) != shard.full_shape:
+                    raise ValueError(
+                        f"tensor {shard.name!r} in {file} has shape {tuple(stored.get_shape())}, the model "
+                        f"takes {shard.full_shape}"
+                    )
+                if stored.get_dtype() not in _FLOAT_FORMATS:
+                    raise ValueError(
+                        f"tensor {shard.name!r} in {file} is {stored.get_dtype()}; supported: "
+                        f"{', '.join(_FLOAT_FORMATS)}"
+                    )
+                if not shard.target.numel():
+                    continue
+                try:
+                    shard.target.copy_(shard.slice_of(stored))
+                except SafetensorError as error:
+                    raise ValueError(f"tensor {shard.name!r} in {file} cannot be read: {error}") from error
+
+
+@torch.no_grad()
+def draw_weights(shards: Iterable[WeightShard], seed: int) -> None:
+    """Norm weights 1, all others normal with standard deviation DUMMY_STD.
+
+    Each tensor has a stream of its own, drawn in full on the target's device, so a rank's slice is the same part of the
+    same numbers whatever the number of ranks.
+    """
+    for shard in shards:
+        if shard.name.endswith("norm.weight"):
+            shard.target.fill_(1.0)
+            continue
+        digest = hashlib.sha256(f"{seed} {shard.name}".encode()).digest()
+        generator = torch.Generator(shard.target.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
+        if tuple(shard.target.shape) == shard.full_shape:
+            shard.target.normal_(0.0, DUMMY_STD, generator=generator)
+            continue
+        full = torch.empty(shard.full_shape, dtype=shard.target.dtype, device=shard.target.device)
+        shard.target.copy_(shard.slice_of(full.normal_(0.0, DUMMY_STD, generator=generator)))
+
+
+def _refuse_any(complaint: str, names: set[str]) -> None:
+    if names:
+        first, *others = sorted(names)
+        raise ValueError(f"{complaint} tensor {first!r}" + (f" and {len(others)} more" if others else ""))

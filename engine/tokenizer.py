@@ -1,0 +1,67 @@
+"""Text to token ids and back, by the tokenizer a checkpoint brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.models.checkpoint import ModelSource, resolve_directory
+from engine.transformers_guard import import_transformers
+
+
+class Tokenizer:
+    """A Transformers tokenizer, reduced to what the engine needs. `wrapped` is the original."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, with the special tokens the tokenizer puts around a prompt."""
+        return list(self.wrapped.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, as the model wrote it; special tokens, and ids that have no token, are left out."""
+        return self.wrapped.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Ids of a conversation as the chat template lays it out, ending where the assistant's answer begins.
+
+        conversation: {"role", "content"} messages. options go to the template, such as enable_thinking=False, and may
+        set add_generation_prompt. Raises ValueError if there is no template or it refuses the conversation.
+        """
+        if getattr(self.wrapped, "chat_template", None) is None:
+            raise ValueError("the tokenizer has no chat template")
+        from jinja2 import TemplateError
+
+        options = {"add_generation_prompt": True, **options}
+        try:
+            text = self.wrapped.apply_chat_template(
+                [dict(message) for message in conversation], tokenize=False, **options
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        # The template writes the special tokens itself.
+        return list(self.wrapped.encode(text, add_special_tokens=False))
+
+
+def load_tokenizer(tokenizer: str | Path | None, source: ModelSource) -> Tokenizer | None:
+    """The tokenizer in a directory or of a hub id; None: the model's own. Never runs code that comes with it.
+
+    Returns None for a bare configuration without tokenizer: there is nowhere to look. Raises ValueError, naming the
+    place, if no tokenizer can be loaded from it.
+    """
+    if tokenizer is None and source.path is None:
+        return None
+    place = source.path if tokenizer is None else resolve_directory(tokenizer, with_weights=False)
+    auto_tokenizer = import_transformers().AutoTokenizer
+    try:
+        wrapped = auto_tokenizer.from_pretrained(str(place), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"no tokenizer can be loaded from {place}: {error}; pass tokenizer=, or skip_tokenizer_init=True to work "
+            "with token ids only"
+        ) from error
+    return Tokenizer(wrapped)
