@@ -96,7 +96,7 @@ def time_interleaved(
 
     variants: name -> one callable per input set (see num_input_sets); "hot" uses the first alone.
     samples: per variant and round. rng: the order; None for a fixed seed.
-    clock, sweep: of the CPU path, seconds and what evicts the cache; replaceable in tests.
+    clock, sweep: of the CPU path, seconds and what evicts the cache before a cold call; replaceable in tests.
     """
     _check_state(cache_state)
     if rounds < 1 or samples < 1:
@@ -109,9 +109,8 @@ def time_interleaved(
     if device.type == "cuda":
         samplers: dict[str, _Sampler] = {n: _GpuSampler(calls, device) for n, calls in chosen.items()}
     else:
-        if sweep is None:
-            sweep = _cpu_sweep() if cache_state == "cold" else _nothing
-        samplers = {name: _CpuSampler(calls, clock, sweep) for name, calls in chosen.items()}
+        evict = _nothing if cache_state == "hot" else sweep or _cpu_sweep()
+        samplers = {name: _CpuSampler(calls, clock, evict) for name, calls in chosen.items()}
     timings: dict[str, list[Timing]] = {name: [] for name in variants}
     for _ in range(rounds):
         order = list(variants)

@@ -1,0 +1,175 @@
+"""Decode kernels compiled and run on a GPU: precision, poison, large offsets, capture and bounded compiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import decode
+from kernels.decode import DecodeKernel
+from tests.kernels.decode_cases import Case, expected, make_case, worst_error
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+KERNELS = [name for name in decode.names() if name != "reference"]
+TRITON_KERNELS = [name for name in KERNELS if name in ("single_pass", "split_kv")]
+HEADS = [(64, 8), (32, 8), (16, 8), (14, 2), (8, 8), (9, 3)]
+RAGGED = [1, 0, 15, 16, 17, 255, 256, 257, 1000, 4096, 40_000]
+
+# Largest |out - reference| / |reference| of a row and head: two roundings of the type, probabilities and output.
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+def run(kernel: DecodeKernel, case: Case, **options: object) -> torch.Tensor:
+    """One planned call with a poisoned workspace."""
+    reason = kernel.supports(case.problem)
+    if reason is not None:
+        pytest.skip(reason)
+    workspace = kernel.workspace(case.problem, CUDA)
+    if workspace is not None:
+        workspace.fill_(float("nan"))
+    return kernel(*case.inputs, out=case.out, workspace=workspace, **(kernel.plan(case.problem) | options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_ragged_contexts(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """All kernels on one case, so that its pool and its oracle are made once."""
+    case = make_case(RAGGED, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device=CUDA)
+    reference = expected(case)
+    for name in KERNELS:
+        case.out.fill_(float("nan"))
+        assert worst_error(run(decode.get(name), case), reference) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("head_dim", [80, 96, 256])
+def test_other_head_dims(name: str, head_dim: int) -> None:
+    case = make_case([3000, 0, 77], heads=(8, 2), head_dim=head_dim, dtype=torch.bfloat16, device=CUDA)
+    assert worst_error(run(decode.get(name), case), expected(case)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("heads", [(64, 1), (100, 1), (5, 1), (7, 1)], ids=str)
+def test_other_groups(name: str, heads: tuple[int, int]) -> None:
+    case = make_case([3000, 0, 77], heads=heads, head_dim=128, dtype=torch.bfloat16, device=CUDA)
+    assert worst_error(run(decode.get(name), case), expected(case)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_strided_views(name: str, block_size: int) -> None:
+    case = make_case([1000, 0, 77], block_size=block_size, dtype=torch.bfloat16, device=CUDA, strided=True)
+    assert worst_error(run(decode.get(name), case), expected(case)) < TOLERANCE[torch.bfloat16]
+    around = case.out._base
+    assert around is not None
+    assert around[:, case.out.shape[1] :].isnan().all()
+
+
+@pytest.mark.parametrize("name", TRITON_KERNELS)
+@pytest.mark.parametrize("heads", [(8, 8), (64, 8), (64, 1)], ids=str)
+def test_fp32_is_exact_to_fp32(name: str, heads: tuple[int, int]) -> None:
+    """TF32 would be off by about 1e-3: the products must be IEEE."""
+    case = make_case([1000, 31], heads=heads, head_dim=128, device=CUDA)
+    assert worst_error(run(decode.get(name), case), expected(case)) < 1e-5
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_offsets_past_2_to_31(name: str) -> None:
+    """Keys, values, or both lie more than 2^31 elements into one buffer."""
+    block_size, heads, head_dim = 16, 8, 128
+    num_blocks = 2**31 // (block_size * heads * head_dim) + 64
+    kv = torch.empty(num_blocks, 2, block_size, heads, head_dim, dtype=torch.bfloat16, device=CUDA)
+    small = make_case([500], heads=(16, 8), head_dim=head_dim, dtype=torch.bfloat16, device=CUDA)
+    used = small.block_table[0, :32].long()
+    last = torch.arange(num_blocks - 32, num_blocks, device=CUDA)
+    kv[last, 0], kv[last, 1] = small.k_cache[used], small.v_cache[used]
+    out = decode.get(name)(small.q, kv[:, 0], kv[:, 1], last.int()[None], small.context_lens)
+    assert worst_error(out, expected(small)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_batch_and_context_of_one_plan(name: str) -> None:
+    """As a captured graph would: planned for the longest context, used for all shorter ones."""
+    kernel = decode.get(name)
+    case = make_case([5000] * 4, heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA)
+    plan = kernel.plan(case.problem)
+    for lengths in ([1, 5000, 0, 63], [64, 65, 127, 128], [4999, 4096, 2, 1]):
+        case.context_lens.copy_(torch.tensor(lengths))
+        kernel(*case.inputs, out=case.out, **plan)
+        assert worst_error(case.out, expected(case)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_captured_and_replayed(name: str) -> None:
+    kernel = decode.get(name)
+    case = make_case([2000, 300], heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA)
+    run(kernel, case)
+    workspace = kernel.workspace(case.problem, CUDA)
+    plan = kernel.plan(case.problem)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(*case.inputs, out=case.out, workspace=workspace, **plan)
+    for lengths in ([2000, 300], [17, 1999]):
+        case.context_lens.copy_(torch.tensor(lengths))
+        case.out.fill_(float("nan"))
+        if workspace is not None and name != "split_kv_fused":  # its counters rest at zero between calls
+            workspace.fill_(float("nan"))
+        graph.replay()
+        assert worst_error(case.out, expected(case)) < TOLERANCE[torch.bfloat16]
+
+
+def test_a_row_in_company_differs_by_rounding_only() -> None:
+    """The default splits by the batch: within 2 bf16 units in the last place. With split_size: the same bits."""
+    alone = make_case([900], heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA)
+    kernel = decode.get("split_kv")
+    for others in ([8000], list(range(40, 1900, 124))):
+        company = make_case(
+            [*others, 900], heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA, seed=1
+        )
+        blocks, mine = company.block_table[-1, :57].long(), alone.block_table[0, :57].long()
+        company.k_cache[blocks], company.v_cache[blocks] = alone.k_cache[mine], alone.v_cache[mine]
+        company.q[-1] = alone.q[0]
+        single, row = run(kernel, alone)[0].float(), run(kernel, company)[-1].float()
+        unit = torch.exp2(torch.floor(torch.log2(single.abs().clamp(min=1e-30))) - 7)
+        # Where terms cancel, rounding is of the terms' size rather than of the sum's.
+        unit = unit.clamp(min=float(single.abs().mean()) * 2**-8)
+        assert bool(((single - row).abs() <= 2 * unit).all())
+        fixed = [kernel(*case.inputs, split_size=256)[-1].clone() for case in (alone, company)]
+        assert torch.equal(*fixed)
+
+
+def test_compiles_are_bounded() -> None:
+    """After one call, other batch sizes and contexts of the same model compile nothing new."""
+    from kernels.decode.merge import _merge_splits
+    from kernels.decode.single_pass import _attend_sequence
+    from kernels.decode.split_kv import _attend_split
+
+    def compiled() -> int:
+        device = torch.cuda.current_device()
+        return sum(len(f.device_caches[device][0]) for f in (_attend_split, _merge_splits, _attend_sequence))
+
+    def call(batch_size: int, context: int, num_splits: int) -> None:
+        case = make_case(
+            [context] * batch_size, heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA
+        )
+        decode.get("split_kv")(*case.inputs, num_splits=num_splits)
+        decode.get("single_pass")(*case.inputs)
+
+    call(2, 100, 4)
+    call(2, 100, 1)
+    before = compiled()
+    for batch_size in (1, 2, 3, 15, 16, 17, 32):
+        for context, num_splits in ((1, 1), (16, 2), (100, 3), (1024, 16), (1030, 33)):
+            call(batch_size, context, num_splits)
+    assert compiled() == before
+
+
+def test_first_call_equals_second() -> None:
+    """Nothing is tuned on the caller's tensors."""
+    case = make_case([777, 3], heads=(16, 8), head_dim=96, dtype=torch.bfloat16, device=CUDA)
+    first = run(decode.get("split_kv"), case).clone()
+    assert torch.equal(first, run(decode.get("split_kv"), case))
