@@ -43,26 +43,26 @@ def choose_tile(
 ) -> PrefillTile:
     """The tile for one shape on a GPU of that compute capability; None is the interpreter.
 
-    Sized for shared memory of 227 KB (sm_90, sm_100), 163 KB (sm_80) and 99 KB (sm_86, sm_89, sm_120).
-    Three heights of a tile at most are used per model, so that few kernels are ever compiled.
+    At most three heights are used per model, so that few kernels are ever compiled. All fit the 99 KB of
+    shared memory of sm_86, sm_89 and sm_120, but for those of sm_90 and sm_100, which have 227 KB; none
+    spills registers to speak of up to 16 heads a group (tests/kernels/test_prefill_aot.py has bounds).
     """
-    rows = triton.next_power_of_2(max(max_query_len, 1) * group)
     group_rows = triton.next_power_of_2(group)
     if capability is None:  # small tiles: short tests still take several steps
         return PrefillTile(max(16, group_rows), 16, 1, 1)
     wide = head_dim > 128
     if dtype == torch.float32:  # exact products run on the plain cores: registers set the limit
-        return PrefillTile(max(16, group_rows), 16 if wide else 32, 4, 1 if wide else 2)
-    block_m = 16 if rows <= 16 else 64 if rows <= 64 else 128
-    block_m = max(block_m, group_rows)
-    if capability[0] in (9, 10):
-        if wide:
-            return PrefillTile(block_m, 64, 8 if block_m == 128 else 4, 2)
-        return PrefillTile(block_m, 128 if block_m == 128 else 64, 8 if block_m == 128 else 4, 2)
-    small = capability != (8, 0)
+        block_m = max(16, group_rows)
+        return PrefillTile(block_m, 16, 4, 1) if wide else PrefillTile(block_m, 32, 8, 2)
+    hopper = capability[0] in (9, 10)
+    rows = max_query_len * group
+    tallest = 64 if wide and not hopper else 128
+    block_m = max(group_rows, 16 if rows <= 16 else 64 if rows <= 64 else tallest)
     if wide:
-        return PrefillTile(min(block_m, max(64, group_rows)), 32, 4, 1 if small else 2)
-    return PrefillTile(block_m, 32 if small else 64, 8 if block_m == 128 else 4, 2)
+        return PrefillTile(block_m, 32, 4 if block_m == 16 else 8, 2)
+    if block_m >= 128:
+        return PrefillTile(block_m, 128 if hopper else 64, 8, 2)
+    return PrefillTile(block_m, 64 if hopper or block_m == 16 else 32, 4, 2)
 
 
 class TritonPrefill(PrefillKernel):
