@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels import decode
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.torch_paged import TorchDecode
+from kernels.decode.torch_paged import GATHER_LIMIT, TorchDecode
 from kernels.triton_support import INTERPRETING
 from tests.kernels.decode_cases import Case, expected, make_case, worst_error
 
@@ -169,7 +169,7 @@ def test_matches_while_a_context_grows(name: str, device: torch.device) -> None:
 
 
 def test_torch_in_row_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr("kernels.decode.torch_paged.GATHER_LIMIT", 1)
+    monkeypatch.setitem(GATHER_LIMIT, device.type, 1)
     check("torch", make_case([1, 0, 50, 33], device=device))
 
 
@@ -269,3 +269,13 @@ def test_the_interpreter_cannot_be_trusted_with_bf16() -> None:
     assert raw.item() != 3.0
     assert upcast.item() == 3.0
     assert dot_dtype(torch.bfloat16) == tl.float32
+
+
+def test_torch_refuses_a_workspace_that_does_not_fit() -> None:
+    case = make_case([20, 3])
+    needed = 2 * 2 * 20 * 2 * 64
+    for workspace in (torch.empty(needed - 1), torch.empty(needed, dtype=torch.float16)):
+        with pytest.raises(ValueError, match="workspace is"):
+            TorchDecode()(*case.inputs, workspace=workspace)
+    TorchDecode()(*case.inputs, out=case.out, workspace=torch.empty(needed))
+    assert worst_error(case.out, expected(case)) < 1e-5
