@@ -84,7 +84,7 @@ def _launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping
             HEAD_DIM=head_dim,
             WIDTH=width,
             BLOCK=block,
-            num_warps=4,
+            num_warps=max(1, block // 256),  # 16 bytes a thread in bf16
         )
 
 

@@ -1,0 +1,90 @@
+"""The elementwise Triton kernels compile for GPUs that are not here, without spills and with vector loads."""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from tests.kernels.aot import Launch, compile_launches  # noqa: E402
+
+
+def norm(hidden: int, heads: int, rows: int, add: bool, dtype: str = "bf16") -> Launch:
+    block = triton.next_power_of_2(hidden)
+    return Launch(
+        kernel="kernels.norm:_rms_norm_kernel",
+        types={
+            **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "total_ptr"), f"*{dtype}"),
+            "eps": "fp32",
+        },
+        constexprs={"HEADS": heads, "HIDDEN": hidden, "BLOCK": block, "ROWS": rows, "ADD": add},
+        num_warps=4 if rows * block <= 4096 else 8,
+        label=f"{rows} x {hidden} add {add} {dtype}",
+    )
+
+
+def silu_mul(dtype: str) -> Launch:
+    return Launch(
+        kernel="kernels.activation:_silu_mul_kernel",
+        types=dict.fromkeys(("gate_up_ptr", "out_ptr"), f"*{dtype}"),
+        constexprs={"INTERMEDIATE": 3072, "BLOCK": 1024},
+        label=dtype,
+    )
+
+
+def rope(num_q_heads: int, num_heads: int, head_dim: int) -> Launch:
+    half = head_dim // 2
+    block_half = triton.next_power_of_2(half)
+    return Launch(
+        kernel="kernels.rope:_rope_kernel",
+        types={"q_ptr": "*bf16", "k_ptr": "*bf16", "positions_ptr": "*i64", "cos_sin_ptr": "*fp32"},
+        constexprs={
+            "stride_q_dim": 1,
+            "stride_k_dim": 1,
+            "NUM_Q_HEADS": num_q_heads,
+            "NUM_HEADS": num_heads,
+            "HALF": half,
+            "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), 2048 // block_half),
+            "BLOCK_HALF": block_half,
+        },
+        label=f"{num_heads} x {head_dim}",
+    )
+
+
+def write_kv(block_size: int, width: int, head_dim: int) -> Launch:
+    pointers = ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr")
+    block = min(triton.next_power_of_2(width), 1024)
+    return Launch(
+        kernel="kernels.kv_write:_write_kv_kernel",
+        types={**dict.fromkeys(pointers, "*bf16"), "slot_mapping_ptr": "*i64"},
+        constexprs={
+            **dict.fromkeys(("stride_k_dim", "stride_v_dim", "stride_kc_dim", "stride_vc_dim"), 1),
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "WIDTH": width,
+            "BLOCK": block,
+        },
+        num_warps=max(1, block // 256),
+        label=f"block {block_size} width {width}",
+    )
+
+
+LAUNCHES = [
+    norm(1024, 1, 2, add=True),
+    norm(5120, 1, 1, add=True),
+    norm(128, 16, 16, add=False),
+    norm(576, 1, 2, add=True, dtype="fp32"),
+    silu_mul("bf16"),
+    silu_mul("fp32"),
+    rope(16, 24, 128),
+    rope(9, 12, 64),
+    write_kv(16, 1024, 128),
+    write_kv(24, 192, 64),
+]
+
+
+def test_compile_without_spills_and_with_vector_loads():
+    for report in compile_launches(LAUNCHES):
+        report.check()
+        assert "ld.global.v4" in report.ptx or "ld.global.v2" in report.ptx, f"{report} has no vector loads"
+        assert "st.global.v4" in report.ptx or "st.global.v2" in report.ptx, f"{report} has no vector stores"
