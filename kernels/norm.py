@@ -61,7 +61,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     total = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     num_rows = x.shape[0] * x.shape[1]
     block = triton.next_power_of_2(hidden)
-    rows = max(1, min(TILE_ELEMENTS // block, triton.next_power_of_2(num_rows)))
+    rows = max(1, TILE_ELEMENTS // block)
     if num_rows:
         with on_device(x):
             _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](

@@ -11,6 +11,8 @@ from torch import Tensor
 # What fills block-table entries past a context. Read as a block id, it lies far outside every pool.
 GARBAGE_BLOCK = 2**31 - 1
 PADDING_TOKENS = 3
+# Where the kernels run: on a GPU machine Triton is compiled, elsewhere interpreted.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNTOUCHED = 7.0
 
 
@@ -68,7 +70,7 @@ def make_case(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = DEVICE,
     seed: int = 0,
 ) -> PrefillCase:
     """Chunks of query_lens at the ends of contexts of context_lens, over a shuffled pool full of NaN.

@@ -70,15 +70,15 @@ def test_padding_alone_and_no_tokens(use_triton, device):
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
-def test_slots_past_2_31_elements(use_triton):
+def test_slots_past_2_31_elements(use_triton, device):
     """The pool is virtual memory: few of its pages are ever touched."""
     heads, head_dim, block_size = 2, 64, 16
     num_blocks = 2**31 // (block_size * heads * head_dim) + 2
-    k, v = tokens(2, heads, head_dim, torch.float16, "cpu")
-    pool = torch.empty(num_blocks, 2, block_size, heads, head_dim, dtype=torch.float16)
+    k, v = tokens(2, heads, head_dim, torch.float16, device)
+    pool = torch.empty(num_blocks, 2, block_size, heads, head_dim, dtype=torch.float16, device=device)
     last = num_blocks * block_size - 1
     pool[num_blocks - 1] = 0
-    write_kv(k, v, pool[:, 0], pool[:, 1], torch.tensor([last, 0]), use_triton=use_triton)
+    write_kv(k, v, pool[:, 0], pool[:, 1], torch.tensor([last, 0], device=device), use_triton=use_triton)
     assert torch.equal(pool[-1, 0, -1], k[0])
     assert torch.equal(pool[-1, 1, -1], v[0])
     assert torch.equal(pool[0, 0, 0], k[1])

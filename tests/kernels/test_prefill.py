@@ -9,7 +9,7 @@ import torch
 
 from kernels import prefill
 from kernels.prefill.triton_flash import PrefillTile, choose_tile
-from tests.kernels.prefill_case import make_case
+from tests.kernels.prefill_case import DEVICE, make_case
 
 KERNELS = ["reference", "torch", "triton"]
 # Absolute error of the outputs, which are averages of standard normals. The interpreter multiplies bf16
@@ -27,7 +27,7 @@ def check(name: str, case, scale=None, tolerance=None, **options) -> None:
 
 def test_names_and_unknown_name():
     assert prefill.names()[:3] == KERNELS
-    assert set(KERNELS) <= set(prefill.available(torch.device("cpu")))
+    assert set(KERNELS) <= set(prefill.available(DEVICE))
     with pytest.raises(prefill.UnknownKernelError, match=r"flash3.*reference, torch, triton"):
         prefill.get("flash3")
 
@@ -92,8 +92,8 @@ def test_chunks_equal_the_whole(name):
                 case.k_cache,
                 case.v_cache,
                 case.block_table,
-                torch.tensor([end], dtype=torch.int32),
-                torch.tensor([0, end - start], dtype=torch.int32),
+                torch.tensor([end], dtype=torch.int32, device=DEVICE),
+                torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
                 end - start,
             )
             torch.testing.assert_close(rows, whole[start:end], atol=2e-6, rtol=2e-6)
@@ -127,7 +127,7 @@ def test_triton_offsets_past_2_31_elements():
     case = make_case([6], [40], head_dim=128, num_kv_heads=2, dtype=torch.float16)
     shape = case.k_cache.shape[1:]
     num_blocks = 2**31 // (2 * shape.numel()) + 4
-    pool = torch.empty(num_blocks, 2, *shape, dtype=torch.float16)
+    pool = torch.empty(num_blocks, 2, *shape, dtype=torch.float16, device=DEVICE)
     table = case.block_table.clone()
     for i in range(3):
         block = num_blocks - 1 - i
@@ -150,7 +150,7 @@ def test_triton_supports():
         max_query_len=100,
         max_context_len=200,
         dtype=torch.bfloat16,
-        device=torch.device("cpu"),
+        device=DEVICE,
     )
     assert kernel.supports(problem) is None
     assert set(kernel.plan(problem)) == {"tile"}
