@@ -9,6 +9,15 @@ from typing import Any
 from engine.models.checkpoint import ModelSource, resolve_directory
 from engine.transformers_guard import import_transformers
 
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "tekken.json",
+)
+
 
 class Tokenizer:
     """A Transformers tokenizer, reduced to what the engine needs. `wrapped` is the original."""
@@ -56,8 +65,12 @@ def load_tokenizer(tokenizer: str | Path | None, source: ModelSource) -> Tokeniz
     if tokenizer is None and source.path is None:
         return None
     place = source.path if tokenizer is None else resolve_directory(tokenizer, with_weights=False)
+    assert place is not None
     auto_tokenizer = import_transformers().AutoTokenizer
     try:
+        if not any(file for pattern in _VOCABULARY_FILES for file in place.glob(pattern)):
+            # Transformers would make an empty tokenizer of the model's type and say nothing.
+            raise FileNotFoundError(f"none of {', '.join(_VOCABULARY_FILES)} is there")
         wrapped = auto_tokenizer.from_pretrained(str(place), trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def resolve_directory(model: str | Path, *, with_weights: bool) -> Path:
 
     Only JSON, tokenizer files and, with_weights, safetensors are fetched. Raises ValueError naming the model.
     """
-    directory = Path(model).expanduser()
+    directory = Path(os.path.expanduser(model))
     if directory.is_dir():
         return directory.resolve()
     name = str(model)

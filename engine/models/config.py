@@ -70,7 +70,7 @@ _HONOURED = _fields("""
 
 _HARMLESS = _fields("""
     transformers_version tokenizer_class transformers.js_config is_llama_config unsloth_version unsloth_fixed
-    name_or_path initializer_range attention_dropout use_cache bos_token_id pad_token_id return_dict
+    name_or_path unk_token_id initializer_range attention_dropout use_cache bos_token_id pad_token_id return_dict
     output_attentions output_hidden_states torchscript id2label label2id problem_type finetuning_task
     task_specific_params chunk_size_feed_forward do_sample temperature top_k top_p typical_p min_length max_length
     num_beams num_beam_groups num_return_sequences length_penalty repetition_penalty early_stopping
@@ -91,7 +91,8 @@ class ModelConfig:
     """The shape of a decoder-only network. Sizes count elements; names follow the papers, not config.json.
 
     qk_norm: RMSNorm over each query and key head before RoPE (Qwen3). attention_bias: q, k, v and o projections have a
-    bias. mlp_bias: gate, up and down have one. max_position_embeddings: positions a sequence may have.
+    bias. mlp_bias: gate, up and down have one. max_position_embeddings: positions a sequence may have; where
+    config.json states yarn's original context, that is its factor times as many if more.
     eos_token_ids: as config.json lists them; generation_config's are added by resolve_model. dtype: the checkpoint's.
     """
 
@@ -161,7 +162,7 @@ class ModelConfig:
             head_dim=_head_dim(config, architecture, hidden_size, q_heads),
             rms_norm_eps=_default(config, "rms_norm_eps", 1e-6),
             rope=rope,
-            max_position_embeddings=_required(config, "max_position_embeddings"),
+            max_position_embeddings=_max_positions(config, rope),
             tie_word_embeddings=_default(config, "tie_word_embeddings", False),
             qk_norm=architecture.qk_norm,
             attention_bias=_default(config, "attention_bias", False),
@@ -279,6 +280,16 @@ def _head_dim(config: Mapping[str, Any], architecture: Architecture, hidden_size
             f"{q_heads!r}"
         )
     return hidden_size // q_heads
+
+
+def _max_positions(config: Mapping[str, Any], rope: RopeConfig) -> Any:
+    positions = _required(config, "max_position_embeddings")
+    if rope.rope_type != "yarn" or not isinstance(positions, int):
+        return positions
+    # Those who switch yarn on in a config.json leave this field as it was (Qwen's model cards say to do so).
+    places = (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {})
+    stated = [place.get("original_max_position_embeddings") for place in places]
+    return max(positions, *(int((rope.factor or 1) * original) for original in stated if original), 0)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -1,0 +1,143 @@
+"""Collectives, alone and over gloo; and the decoder of two ranks against that of one (F4 of the case list)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from engine.execution.loader import load_model
+from engine.models.checkpoint import resolve_model
+from engine.models.decoder import Decoder
+from engine.parallel.group import ParallelGroup
+from tests.engine.checkpoints import LLAMA, QWEN3, write_random_checkpoint
+from tests.engine.paged_batch import PagedBatch, choose
+
+
+def test_a_group_of_one_does_nothing() -> None:
+    group, tensor = ParallelGroup.single(), torch.arange(3.0)
+    assert group.all_reduce(tensor) is tensor
+    assert group.all_gather(tensor, dim=0) is tensor
+    assert (group.rank, group.size) == (0, 1)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 0), (-1, 2), (2, 2)])
+def test_a_rank_outside_its_group_is_refused(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=r"rank must be in \[0, size\)"):
+        ParallelGroup(rank, size)
+
+
+def test_ranks_without_a_process_group_cannot_communicate() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 of 2 has no process group"):
+        ParallelGroup(1, 2).all_reduce(torch.zeros(1))
+
+
+def run_ranks(size: int, work: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
+    """work(group, *args) on `size` processes that meet through a file; their results in rank order."""
+    mp.spawn(_rank, (size, work, str(directory), args), nprocs=size)
+    return [torch.load(directory / f"result-{rank}") for rank in range(size)]
+
+
+def _rank(rank: int, size: int, work: Callable[..., Any], directory: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=size)
+    try:
+        result = work(ParallelGroup(rank, size, dist.group.WORLD), *args)
+        torch.save(result, f"{directory}/result-{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+def collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:
+    mine = torch.arange(6.0).view(2, 3) + 10 * group.rank
+    half = torch.tensor([1.0, 2**-9], dtype=torch.bfloat16) * (group.rank + 1)
+    return {
+        "sum": group.all_reduce(mine.clone()),
+        "bf16 sum": group.all_reduce(half),
+        "rows": group.all_gather(mine, dim=0),
+        "columns": group.all_gather(mine, dim=-1),
+        "of a transpose": group.all_gather(mine.T, dim=0),
+    }
+
+
+def test_collectives_over_gloo(tmp_path: Path) -> None:
+    first, second = run_ranks(2, collectives, tmp_path)
+    a = torch.arange(6.0).view(2, 3)
+    b = a + 10
+    assert torch.equal(first["sum"], a + b)
+    assert torch.equal(first["rows"], torch.cat([a, b]))
+    assert torch.equal(first["columns"], torch.cat([a, b], dim=1))
+    assert torch.equal(first["of a transpose"], torch.cat([a.T, b.T]))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def load(directory: Path, group: ParallelGroup) -> Decoder:
+    return load_model(
+        resolve_model(directory, "auto"),
+        load_format="auto",
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        group=group,
+        kernels=choose(),
+        seed=0,
+    )
+
+
+def logits(group: ParallelGroup, directories: list[Path]) -> list[torch.Tensor]:
+    """Of every checkpoint: prefill of two uneven prompts, then a decode step of both."""
+    results = []
+    for directory in directories:
+        model = load(directory, group)
+        heads = model.config.heads_per_rank(group.size)
+        generator = torch.Generator().manual_seed(0)
+        sequences = [
+            torch.randint(model.config.vocab_size, (n,), generator=generator).tolist() for n in (9, 30)
+        ]
+        batch = PagedBatch(
+            model,
+            choose(),
+            sequences,
+            block_size=4,
+            num_q_heads=heads.num_q_heads,
+            num_kv_heads=heads.num_kv_heads,
+        )
+        prefilled, decoded = batch.step({0: 8, 1: 29}), batch.step({}, decodes=[0, 1])
+        results.append(torch.cat([*prefilled.values(), *decoded.values()]))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_of_several_ranks_equal_those_of_one(tmp_path: Path, size: int) -> None:
+    """Tied and untied, with and without biases; at size 4 the two KV heads are replicated, and 307 ids are padded."""
+    configs = [
+        QWEN3,
+        QWEN3 | {"tie_word_embeddings": False},
+        LLAMA | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    ]
+    directories = [
+        write_random_checkpoint(tmp_path / str(i), config, max_shard_size="40KB")
+        for i, config in enumerate(configs)
+    ]
+    expected = logits(ParallelGroup.single(), directories)
+    for actual in run_ranks(size, logits, tmp_path, directories):
+        for a, b in zip(actual, expected, strict=True):
+            assert a.shape[-1] == 307
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_ids_never_win(tmp_path: Path) -> None:
+    """With every real logit negative, the zero rows of the padding would."""
+    model = load(write_random_checkpoint(tmp_path, QWEN3 | {"vocab_size": 5}), ParallelGroup(1, 2))
+    head = model.lm_head
+    assert (head.ids.start, head.ids.num_ids, head.ids.num_rows) == (3, 2, 3)
+    hidden = -head.weight[:1]
+    local = head.local_logits(hidden)
+    assert local[0, 0] < 0
+    assert local.argmax() < head.ids.num_ids
+    assert local[0, 2] == -torch.inf
