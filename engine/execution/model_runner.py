@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 
 from engine.config import EngineConfig
@@ -13,6 +15,8 @@ from engine.execution.sampler import sample_tokens
 from engine.models.checkpoint import ModelSource
 from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import SampledToken, SamplingRow, SequenceRow, StepInput
+from kernels.decode import DecodeProblem
+from kernels.prefill import PrefillProblem
 
 
 class ModelRunner:
@@ -123,23 +127,19 @@ class ModelRunner:
 
     def _check_kernels(self) -> None:
         """Refuse, by name and reason, a kernel that cannot serve this model's heads, block size or dtype."""
-        from kernels.decode import DecodeProblem
-        from kernels.prefill import PrefillProblem
-
-        problem = DecodeProblem(
-            batch_size=self.config.max_num_seqs,
-            num_q_heads=self.shape.num_q_heads,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            block_size=self.shape.block_size,
-            max_context_len=self.max_model_len,
-            dtype=self.shape.dtype,
-            device=self.device,
-        )
-        reason = self.kernels.decode.supports(problem)
-        if reason is not None:
-            raise ValueError(f"decode_attention {self.kernels.decode.name!r} cannot run this model: {reason}")
-        del PrefillProblem
+        shape = asdict(self.shape)
+        longest = {"batch_size": self.config.max_num_seqs, "max_context_len": self.max_model_len}
+        chunk = min(self.config.max_num_batched_tokens, self.max_model_len)
+        refusals = {
+            "decode_attention": self.kernels.decode.supports(DecodeProblem(**shape, **longest)),
+            "prefill_attention": self.kernels.prefill.supports(
+                PrefillProblem(**shape, **longest, max_query_len=chunk)
+            ),
+        }
+        for field, reason in refusals.items():
+            if reason is not None:
+                name = getattr(self.kernels, field.removesuffix("_attention")).name
+                raise ValueError(f"{field} {name!r} cannot run this model: {reason}")
 
     # --- steps ----------------------------------------------------------------------------------------------
 

@@ -20,13 +20,13 @@ def sample_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sam
     if all(row.temperature == 0 for row in rows):
         token_ids = sampling.greedy(logits)
     else:
-        device = logits.device
+        # The parameters stay on the host: that is where it is decided which rows need a sort.
         token_ids = sampling.sample(
             logits,
-            torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device),
-            torch.tensor([row.top_k for row in rows], dtype=torch.int64, device=device),
-            torch.tensor([row.top_p for row in rows], dtype=torch.float32, device=device),
-            torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device),
+            torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+            torch.tensor([row.top_k for row in rows], dtype=torch.int64),
+            torch.tensor([row.top_p for row in rows], dtype=torch.float64),
+            torch.tensor([row.uniform for row in rows], dtype=torch.float64),
         )
     chosen, is_finite = torch.stack([token_ids, finite.to(token_ids.dtype)]).tolist()
     logprobs = _logprobs(logits, token_ids, rows)

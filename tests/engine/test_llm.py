@@ -1,0 +1,258 @@
+"""The whole engine against Transformers: the same greedy ids, whatever the batch, the blocks and the schedule."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from tests.engine.checkpoints import LLAMA, QWEN3, reference_model, write_random_checkpoint
+
+NUM_NEW = 48
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+MODELS = {
+    "qwen3 tied": (QWEN3, {}),
+    "qwen3 untied sharded": (QWEN3 | {"tie_word_embeddings": False}, {"max_shard_size": "40KB"}),
+    "llama": (LLAMA, {}),
+}
+
+
+def uneven_prompts(vocab_size: int, count: int = 24) -> list[list[int]]:
+    """Lengths from 1 to 60; every third prompt starts with the same 20 tokens, so that the prefix cache has work."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 61, (count,), generator=generator).tolist()
+    lengths[:3] = 1, 16, 60
+    prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    shared = torch.randint(0, vocab_size, (20,), generator=generator).tolist()
+    return [shared + prompt[:40] if i % 3 == 0 else prompt for i, prompt in enumerate(prompts)]
+
+
+def reference_ids(model, prompt: list[int], num_new: int) -> tuple[int, ...]:
+    """Transformers' greedy continuation of one prompt, sampling defaults and EOS ids pinned off."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """These models are too small to share: threads only cost."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def checkpoint(request, tmp_path_factory):
+    """(directory, prompts, Transformers' ids) of one small random model."""
+    config, options = MODELS[request.param]
+    directory = write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), config, **options)
+    prompts = uneven_prompts(config["vocab_size"])
+    model = reference_model(directory)
+    return directory, prompts, [reference_ids(model, prompt, NUM_NEW) for prompt in prompts]
+
+
+def ids_of(directory, prompts, params=GREEDY, **options) -> tuple[list[tuple[int, ...]], LLM]:
+    llm = LLM(str(directory), device="cpu", skip_tokenizer_init=True, **options)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.block_manager.check_invariants()
+    assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
+    return [output.token_ids for output in outputs], llm
+
+
+KERNELS = list(itertools.product(("torch", "reference"), ("torch", "reference")))
+CASES = [
+    (*case, *KERNELS[i % len(KERNELS)])
+    for i, case in enumerate(
+        itertools.product((1, 4, 16), (1, 7, 64), (True, False), ("mixed", "prefill_first"))
+    )
+]
+
+
+@pytest.mark.parametrize(("block_size", "budget", "caching", "policy", "decode", "prefill"), CASES)
+def test_batched_ids_equal_transformers_one_by_one(
+    checkpoint, block_size, budget, caching, policy, decode, prefill
+):
+    directory, prompts, expected = checkpoint
+    if (
+        budget == 1 and block_size < 16
+    ):  # one token a step is slow: all prompts for one block size, a few for the others
+        prompts, expected = prompts[:6], expected[:6]
+    ids, llm = ids_of(
+        directory,
+        prompts,
+        block_size=block_size,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+        scheduling=policy,
+        decode_attention=decode,
+        prefill_attention=prefill,
+        num_kv_blocks=-(-400 // block_size),  # a third of what all of them need: they preempt each other
+    )
+    assert ids == expected
+    stats = llm.stats()
+    if budget == 64:
+        assert stats["num_preemptions"] > 0
+        assert (stats["num_cached_tokens"] > 0) is caching
+
+
+def test_a_roomy_pool_gives_the_same_without_preemption(checkpoint):
+    directory, prompts, expected = checkpoint
+    ids, llm = ids_of(directory, prompts)
+    assert ids == expected
+    assert llm.stats()["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize("decode", ["single_pass", "split_kv"])
+def test_triton_kernels_in_the_interpreter_give_the_same(checkpoint, decode):
+    directory, prompts, expected = checkpoint
+    ids, _ = ids_of(
+        directory,
+        prompts[:3],
+        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        decode_attention=decode,
+        prefill_attention="triton",
+        use_triton=True,
+        max_num_batched_tokens=48,
+    )
+    assert ids == [tokens[:4] for tokens in expected[:3]]
+
+
+def test_unwritten_kv_never_reaches_a_result(checkpoint):
+    directory, prompts, expected = checkpoint
+    llm = LLM(str(directory), device="cpu", skip_tokenizer_init=True, num_kv_blocks=60, block_size=16)
+    llm.runner.kv_cache.fill_(float("nan"))
+    outputs = llm.generate(prompts[:8], GREEDY, use_tqdm=False)
+    assert [output.token_ids for output in outputs] == expected[:8]
+
+
+def test_forced_logits_are_those_of_transformers(checkpoint):
+    directory, prompts, expected = checkpoint
+    llm = LLM(str(directory), device="cpu", skip_tokenizer_init=True, max_num_batched_tokens=32)
+    prompt, continuation = prompts[2], list(expected[2][:10])
+    logits = llm.forced_logits(prompt, continuation)
+    with torch.inference_mode():
+        theirs = reference_model(directory)(torch.tensor([prompt + continuation])).logits[
+            0, len(prompt) - 1 : -1
+        ]
+    torch.testing.assert_close(logits, theirs, atol=2e-5, rtol=0)
+    assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(directory, eos) of a small Qwen3 whose generation_config lists two EOS ids."""
+    return write_random_checkpoint(tmp_path_factory.mktemp("tiny"), QWEN3, eos_token_id=[5, 9])
+
+
+@pytest.fixture
+def tiny_llm(tiny):
+    with LLM(str(tiny), device="cpu", skip_tokenizer_init=True, num_kv_blocks=64, max_model_len=128) as llm:
+        yield llm
+
+
+def test_generate_keeps_the_order_of_prompts_and_takes_params_for_each(tiny_llm):
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)]
+    outputs = tiny_llm.generate([[1, 2], [3], [4, 5, 6]], params, use_tqdm=False)
+    assert [len(output.token_ids) for output in outputs] == [9, 1, 5]
+    assert [output.prompt_token_ids for output in outputs] == [(1, 2), (3,), (4, 5, 6)]
+    (single,) = tiny_llm.generate([1, 2], params[0], use_tqdm=False)
+    assert single.token_ids == outputs[0].token_ids
+    with pytest.raises(ValueError, match="sampling_params has 3 entries for 1 prompts"):
+        tiny_llm.generate([[1]], params)
+
+
+def test_one_bad_prompt_refuses_the_call_and_leaves_others_alone(tiny_llm):
+    tiny_llm.engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=3), "mine")
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        tiny_llm.generate([[1], [999_999]], use_tqdm=False)
+    outputs = []
+    while tiny_llm.engine.has_unfinished_requests():
+        outputs += tiny_llm.engine.step()
+    assert {output.request_id for output in outputs} == {"mine"}
+
+
+def test_generate_does_not_swallow_the_ends_of_others(tiny_llm):
+    tiny_llm.engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=2), "mine")
+    tiny_llm.generate(
+        [[4, 5]], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False
+    )
+    (mine,) = tiny_llm.engine.step()
+    assert (mine.request_id, mine.finished) == ("mine", True)
+
+
+def test_logprobs_are_the_models_own_before_temperature_and_filters(tiny_llm):
+    params = SamplingParams(temperature=0.5, top_k=3, max_tokens=4, logprobs=5, seed=1, ignore_eos=True)
+    (output,) = tiny_llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    expected = torch.log_softmax(tiny_llm.forced_logits([1, 2, 3], output.token_ids), dim=-1)
+    for token, logprobs, row in zip(output.token_ids, output.logprobs, expected):
+        assert token in logprobs
+        assert len(logprobs) in (5, 6)
+        for token_id, value in logprobs.items():
+            assert value == pytest.approx(row[token_id].item(), abs=1e-4)
+
+
+def test_a_seeded_request_is_the_same_alone_and_in_company(tiny_llm):
+    params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=16, seed=11, ignore_eos=True)
+    (alone,) = tiny_llm.generate([[7, 8, 9]], params, use_tqdm=False)
+    crowd = [[i, i + 1] for i in range(10)]
+    others = SamplingParams(temperature=1.3, top_k=20, max_tokens=20, ignore_eos=True)
+    outputs = tiny_llm.generate([*crowd, [7, 8, 9]], [others] * 10 + [params], use_tqdm=False)
+    assert outputs[-1].token_ids == alone.token_ids
+
+
+def test_a_mapping_with_dummy_weights_runs_and_repeats():
+    def ids(seed):
+        with LLM(QWEN3, load_format="dummy", device="cpu", num_kv_blocks=16, seed=seed) as llm:
+            return llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+
+    assert ids(0)[0].token_ids == ids(0)[0].token_ids != ids(1)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decode_attention": "nope"}, r"decode_attention: .*nope.*single_pass.*split_kv"),
+        ({"prefill_attention": "nope"}, r"prefill_attention: .*nope.*triton"),
+        ({"device": "cuda:99"}, r"device is 'cuda:99', but \d+ CUDA device"),
+        ({"device": "gpu"}, r"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+        ({"dtype": "int8"}, r"dtype must be one of auto, float32, float16, bfloat16, got 'int8'"),
+        ({"block_size": 0}, r"block_size must be an integer >= 1, got 0"),
+        ({"max_num_seqs": 0}, r"max_num_seqs must be an integer >= 1, got 0"),
+        ({"max_num_batched_tokens": -1}, r"max_num_batched_tokens must be an integer >= 1, got -1"),
+        ({"num_kv_blocks": 0}, r"num_kv_blocks must be an integer >= 1, got 0"),
+        ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be in \(0, 1\], got 1.5"),
+        ({"max_model_len": 10_000}, r"max_model_len is 10000, the model's max_position_embeddings is 512"),
+        ({"scheduling": "fifo"}, r"scheduling must be one of mixed, prefill_first, got 'fifo'"),
+        ({"load_format": "pt"}, r"load_format must be one of auto, dummy, got 'pt'"),
+        ({"tensor_parallel_size": 9}, r"tensor_parallel_size must be at most 8, got 9"),
+        ({"enable_prefix_caching": 1}, r"enable_prefix_caching must be True or False, got 1"),
+        ({"seed": "x"}, r"seed must be an integer, got 'x'"),
+        ({"use_triton": "yes"}, r"use_triton must be True, False or 'auto', got 'yes'"),
+    ],
+)
+def test_bad_options_name_field_value_and_limit(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tiny), skip_tokenizer_init=True, **({"device": "cpu"} | options))
+
+
+def test_an_unknown_option_is_a_type_error(tiny):
+    with pytest.raises(TypeError, match="typo"):
+        LLM(str(tiny), typo=1)
+
+
+def test_close_can_be_called_twice(tiny):
+    llm = LLM(str(tiny), device="cpu", skip_tokenizer_init=True, num_kv_blocks=4)
+    llm.close()
+    llm.close()
