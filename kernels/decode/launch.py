@@ -1,28 +1,99 @@
-"""What the Triton decode kernels share on the host: the problems they take, and padding."""
+"""What the Triton decode kernels share on the host: checks, defaults, and the arguments of a launch."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from kernels.decode.contract import DecodeProblem
-from kernels.triton_support import triton_unavailable
+import torch
+from torch import Tensor
+
+from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs, problem_of
+from kernels.decode.online_softmax import LOG2_E
+from kernels.decode.planner import head_rows, head_tiles, padded_dim
+from kernels.triton_support import dot_dtype, on_device, triton_unavailable
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 
 
-def unsupported_by_triton(problem: DecodeProblem) -> str | None:
-    """Why the Triton decode kernels cannot solve `problem`, or None."""
-    reason = triton_unavailable(problem.device)
-    if reason is not None:
-        return reason
-    if problem.dtype not in SUPPORTED_DTYPES:
-        return f"dtype is {problem.dtype}, supported: {', '.join(map(str, SUPPORTED_DTYPES))}"
-    if problem.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is {problem.head_dim}, the most is {MAX_HEAD_DIM}"
-    return None
+@dataclass(frozen=True)
+class Call:
+    """The tensors of one call, checked; scale_log2: the scores' scale times log2(e); problem: from shapes alone."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    out: Tensor
+    workspace: Tensor | None
+    scale_log2: float
+    problem: DecodeProblem
+
+    @property
+    def cache_strides(self) -> tuple[int, ...]:
+        """Block, token and head of K, then of V."""
+        return (*self.k_cache.stride()[:3], *self.v_cache.stride()[:3])
 
 
-def padded_dim(head_dim: int) -> int:
-    """head_dim up to the power of two that Triton's blocks and the least dot product take."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+class TritonDecodeKernel(DecodeKernel):
+    """A decode kernel made of Triton launches.
+
+    Subclasses write `launch(call, **options) -> None`, which fills call.out and names its own options.
+    """
+
+    launch: Callable[..., None]
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return triton_unavailable(device)
+
+    def supports(self, problem: DecodeProblem) -> str | None:
+        reason = self.unavailable(problem.device)
+        if reason is not None:
+            return reason
+        if problem.dtype not in SUPPORTED_DTYPES:
+            return f"dtype is {problem.dtype}, supported: {', '.join(map(str, SUPPORTED_DTYPES))}"
+        if problem.head_dim > MAX_HEAD_DIM:
+            return f"head_dim is {problem.head_dim}, the most is {MAX_HEAD_DIM}"
+        return None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        context_lens: Tensor,
+        scale: float | None = None,
+        out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """See DecodeKernel.__call__; the options are those of the kernel's `launch`."""
+        check_inputs(q, k_cache, v_cache, block_table, context_lens, out)
+        out = torch.empty_like(q) if out is None else out
+        if q.shape[0] == 0:
+            return out
+        scale_log2 = (q.shape[2] ** -0.5 if scale is None else scale) * LOG2_E
+        problem = problem_of(q, k_cache, block_table)
+        call = Call(q, k_cache, v_cache, block_table, context_lens, out, workspace, scale_log2, problem)
+        with on_device(q):
+            self.launch(call, **options)
+        return out
+
+
+def group_constexprs(problem: DecodeProblem, tile: int) -> dict[str, Any]:
+    """The constexprs of a kernel that packs the query heads of a group and takes `tile` keys a step."""
+    return {
+        "NUM_KV_HEADS": problem.num_kv_heads,
+        "GROUP": problem.group_size,
+        "HEADS": head_rows(problem),
+        "HEAD_TILES": head_tiles(problem),
+        "HEAD_DIM": problem.head_dim,
+        "DIM": padded_dim(problem.head_dim),
+        "BLOCK_SIZE": problem.block_size,
+        "TILE": tile,
+        "DOT_DTYPE": dot_dtype(problem.dtype),
+    }

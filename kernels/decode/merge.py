@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.decode.launch import padded_dim
+from kernels.decode.planner import padded_dim
 from kernels.triton_support import on_device, tl, triton
+
+# Splits that a program weighs at once, at most: their values fill its registers.
+MAX_CHUNK = 64
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -56,7 +59,7 @@ def _merge_splits(
     )
 
 
-def merge_splits(partial: Tensor, lse: Tensor, out: Tensor, chunk: int = 16) -> None:
+def merge_splits(partial: Tensor, lse: Tensor, out: Tensor, chunk: int = MAX_CHUNK) -> None:
     """Weigh the splits' outputs by their base-2 log-sum-exp into `out`, in place.
 
     partial: [batch, num_q_heads, num_splits, head_dim] fp32, contiguous: each split's normalised output.
@@ -81,6 +84,11 @@ def merge_splits(partial: Tensor, lse: Tensor, out: Tensor, chunk: int = 16) -> 
             CHUNK=chunk,
             num_warps=4,
         )
+
+
+def chunk_for(num_splits: int) -> int:
+    """The step that takes num_splits at once if it can: one of three, so that three programs are compiled."""
+    return 16 if num_splits <= 16 else 32 if num_splits <= 32 else MAX_CHUNK
 
 
 def partial_numel(batch_size: int, num_heads: int, num_splits: int, head_dim: int) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.launch import padded_dim
 
 # Without a GPU to ask (planning ahead of time, the interpreter): an H100's or H200's.
 DEFAULT_SM_COUNT = 132
@@ -22,10 +21,9 @@ PROGRAM_OVERHEAD = 2.0
 
 
 @dataclass(frozen=True)
-class SplitPlan:
-    """num_splits: programs a sequence and KV head; tile: keys a step; num_warps, num_stages: Triton's."""
+class TileShape:
+    """tile: keys a step; num_warps, num_stages: Triton's."""
 
-    num_splits: int
     tile: int
     num_warps: int
     num_stages: int
@@ -37,20 +35,55 @@ class SplitPlan:
         if self.tile & (self.tile - 1) or self.tile < 16:
             raise ValueError(f"tile is {self.tile}, expected a power of two from 16 on")
 
+    @classmethod
+    def of(
+        cls,
+        problem: DecodeProblem,
+        tile: int | None = None,
+        num_warps: int | None = None,
+        num_stages: int | None = None,
+    ) -> TileShape:
+        """The given numbers, and the problem's own for those that are None.
+
+        They fit the shared memory of every supported GPU without spills, and depend on neither batch nor context.
+        Triton's pipeliner gives the table look-up two stages and the products one, so that five stages hold two
+        tiles of keys and values in flight, and three or four only one.
+        """
+        wide = padded_dim(problem.head_dim) > 128
+        if problem.dtype == torch.float32:
+            # Exact fp32 products run without tensor cores and keep whole operands in registers.
+            own = (16, 8, 1 if wide else 2)
+        else:
+            # An accumulator beyond this many elements is spread over twice the threads.
+            warps = 8 if head_rows(problem) * padded_dim(problem.head_dim) > 4096 else 4
+            own = (32, warps, 3) if wide else (64, warps, 5)
+        return cls(tile or own[0], num_warps or own[1], num_stages or own[2])
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """num_splits: programs a sequence and tile of heads; shape: of each."""
+
+    num_splits: int
+    shape: TileShape
+
+    def __post_init__(self) -> None:
+        if self.num_splits < 1:
+            raise ValueError(f"num_splits is {self.num_splits}, the least is 1")
+
     def options(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"num_splits": self.num_splits, **asdict(self.shape)}
 
 
 def plan_splits(problem: DecodeProblem, sm_count: int | None = None) -> SplitPlan:
     """The plan of a problem. sm_count: of the GPU planned for; None asks problem.device."""
-    tile, num_warps, num_stages = tile_shape(problem)
-    programs = problem.batch_size * problem.num_kv_heads * head_tiles(problem)
+    shape = TileShape.of(problem)
     num_splits = choose_num_splits(
-        num_tiles=-(-problem.max_context_len // tile),
-        programs_per_split=programs,
+        num_tiles=-(-problem.max_context_len // shape.tile),
+        programs_per_split=problem.batch_size * problem.num_kv_heads * head_tiles(problem),
         slots=PROGRAMS_PER_SM * (sm_count or device_sm_count(problem.device)),
     )
-    return SplitPlan(num_splits, tile, num_warps, num_stages)
+    return SplitPlan(num_splits, shape)
 
 
 def choose_num_splits(num_tiles: int, programs_per_split: int, slots: int) -> int:
@@ -77,21 +110,6 @@ def max_partials(problem: DecodeProblem, sm_count: int | None = None) -> int:
     return -(-slots // per_sequence) + problem.batch_size
 
 
-def tile_shape(problem: DecodeProblem) -> tuple[int, int, int]:
-    """(tile, num_warps, num_stages): what fits the shared memory of every supported GPU without spills.
-
-    Triton's pipeliner gives the table look-up two stages and the products one, so that five stages hold two
-    tiles of keys and values in flight, and three or four only one.
-    """
-    wide = padded_dim(problem.head_dim) > 128
-    if problem.dtype == torch.float32:
-        # Exact fp32 products run without tensor cores and keep whole operands in registers.
-        return 16, 8, 1 if wide else 2
-    # An accumulator beyond this many elements is spread over twice the threads.
-    num_warps = 8 if head_rows(problem) * padded_dim(problem.head_dim) > 4096 else 4
-    return (32, num_warps, 3) if wide else (64, num_warps, 5)
-
-
 def head_rows(problem: DecodeProblem) -> int:
     """Rows of the query tile: the group's heads, padded to what tl.dot takes; larger groups are tiled."""
     most = 16 if problem.dtype == torch.float32 else 64
@@ -104,6 +122,11 @@ def head_rows(problem: DecodeProblem) -> int:
 def head_tiles(problem: DecodeProblem) -> int:
     """Programs that share a group's query heads."""
     return -(-problem.group_size // head_rows(problem))
+
+
+def padded_dim(head_dim: int) -> int:
+    """head_dim up to the power of two that Triton's blocks and the least dot product take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 @functools.cache

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs
-from kernels.decode.launch import padded_dim, unsupported_by_triton
-from kernels.decode.online_softmax import LOG2_E
-from kernels.triton_support import on_device, tl, triton, triton_unavailable
+from kernels.decode.launch import Call, TritonDecodeKernel
+from kernels.decode.planner import padded_dim
+from kernels.triton_support import tl, triton
 
 TILE = 16
 
@@ -83,7 +77,7 @@ def _attend_sequence(
     )
 
 
-class SinglePassDecode(DecodeKernel):
+class SinglePassDecode(TritonDecodeKernel):
     """The baseline that split_kv is measured against: batch * num_q_heads programs, whatever the context.
 
     Each query head of a group reads its KV head's keys anew, and a long context is one program's serial work.
@@ -91,50 +85,24 @@ class SinglePassDecode(DecodeKernel):
 
     name = "single_pass"
 
-    def unavailable(self, device: torch.device) -> str | None:
-        return triton_unavailable(device)
-
-    def supports(self, problem: DecodeProblem) -> str | None:
-        return unsupported_by_triton(problem)
-
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor,
-        context_lens: Tensor,
-        scale: float | None = None,
-        out: Tensor | None = None,
-        workspace: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        if options:
-            raise TypeError(f"single_pass takes no option {sorted(options)}")
-        check_inputs(q, k_cache, v_cache, block_table, context_lens, out)
-        out = torch.empty_like(q) if out is None else out
-        batch_size, num_q_heads, head_dim = q.shape
-        if batch_size == 0:
-            return out
-        with on_device(q):
-            _attend_sequence[(num_q_heads, batch_size)](
-                q,
-                k_cache,
-                v_cache,
-                block_table,
-                context_lens,
-                out,
-                (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-                *q.stride()[:2],
-                *k_cache.stride()[:3],
-                *v_cache.stride()[:3],
-                block_table.stride(0),
-                *out.stride()[:2],
-                GROUP=num_q_heads // k_cache.shape[2],
-                HEAD_DIM=head_dim,
-                DIM=padded_dim(head_dim),
-                BLOCK_SIZE=k_cache.shape[1],
-                TILE=TILE,
-                num_warps=4,
-            )
-        return out
+    def launch(self, call: Call) -> None:
+        problem = call.problem
+        _attend_sequence[(problem.num_q_heads, problem.batch_size)](
+            call.q,
+            call.k_cache,
+            call.v_cache,
+            call.block_table,
+            call.context_lens,
+            call.out,
+            call.scale_log2,
+            *call.q.stride()[:2],
+            *call.cache_strides,
+            call.block_table.stride(0),
+            *call.out.stride()[:2],
+            GROUP=problem.group_size,
+            HEAD_DIM=problem.head_dim,
+            DIM=padded_dim(problem.head_dim),
+            BLOCK_SIZE=problem.block_size,
+            TILE=TILE,
+            num_warps=4,
+        )

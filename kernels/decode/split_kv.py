@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs, problem_of
-from kernels.decode.launch import padded_dim, unsupported_by_triton
-from kernels.decode.merge import merge_splits, partial_numel, partial_views
-from kernels.decode.online_softmax import LOG2_E, attend_range, load_queries, normalised
-from kernels.decode.planner import head_rows, head_tiles, max_partials, plan_splits, tile_shape
-from kernels.triton_support import dot_dtype, on_device, tl, triton, triton_unavailable
+from kernels.decode.contract import DecodeProblem
+from kernels.decode.launch import Call, TritonDecodeKernel, group_constexprs
+from kernels.decode.merge import MAX_CHUNK, chunk_for, merge_splits, partial_numel, partial_views
+from kernels.decode.online_softmax import attend_range, load_queries, normalised
+from kernels.decode.planner import TileShape, head_tiles, max_partials, plan_splits
+from kernels.triton_support import tl, triton
 
 
 @triton.jit(
@@ -55,7 +55,8 @@ def _attend_split(
 ):
     """One program a (KV head and tile of its query heads, split, row).
 
-    A split is split_size keys, or where that is 0 the row's context over num_splits, up to a multiple of TILE.
+    A split is split_size keys, or where that is 0 the row's context over num_splits, up to a multiple of TILE;
+    the last takes what is left.
     DIRECT (one split) writes the output, else the normalised partial output and its base-2 log-sum-exp; an
     empty split writes (0, -inf), so the second stage never reads memory that nothing wrote.
     """
@@ -75,6 +76,8 @@ def _attend_split(
         split_len = tl.cdiv(tl.cdiv(context_len, num_splits), TILE) * TILE
     start = split * split_len
     end = tl.minimum(start + split_len, context_len)
+    if split == num_splits - 1:
+        end = context_len
     acc, peak, total = attend_range(
         q,
         k_ptr + kv_head.to(tl.int64) * stride_k_head,
@@ -111,21 +114,15 @@ def _attend_split(
         tl.store(lse_ptr + slots, lse, mask=heads < num_heads)
 
 
-class SplitKVDecode(DecodeKernel):
+class SplitKVDecode(TritonDecodeKernel):
     """Two stages: attention of each split, then a merge by log-sum-exp (base 2 in both).
 
     FlashDecoding (Dao et al. 2023) over a paged cache. A row's context is cut into num_splits equal parts,
     whatever its length, so a plan holds for every context; results may then differ with the batch in the last bits,
-    since num_splits does. With split_size a row's bits are the same in any batch.
+    since num_splits does. With split_size a row's bits are the same in any batch (see fixed_split).
     """
 
     name = "split_kv"
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return triton_unavailable(device)
-
-    def supports(self, problem: DecodeProblem) -> str | None:
-        return unsupported_by_triton(problem)
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
         return plan_splits(problem).options()
@@ -134,82 +131,62 @@ class SplitKVDecode(DecodeKernel):
         numel = partial_numel(max_partials(problem), problem.num_q_heads, 1, problem.head_dim)
         return torch.empty(numel, dtype=torch.float32, device=device)
 
-    def __call__(
+    def launch(
         self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor,
-        context_lens: Tensor,
-        scale: float | None = None,
-        out: Tensor | None = None,
-        workspace: Tensor | None = None,
+        call: Call,
         num_splits: int | None = None,
         split_size: int = 0,
         tile: int | None = None,
         num_warps: int | None = None,
         num_stages: int | None = None,
-        **options: Any,
-    ) -> Tensor:
+    ) -> None:
         """num_splits, tile, num_warps, num_stages: see SplitPlan; what is None is planned for a full table.
 
-        split_size: keys a split, a multiple of tile; num_splits must then cover the longest context, and by
-        default covers a full table.
+        split_size: keys a split, a multiple of tile, 0 for equal parts; by default num_splits then covers a full
+        table. The last split takes what the others leave.
         """
-        if options:
-            raise TypeError(f"split_kv takes no option {sorted(options)}")
-        check_inputs(q, k_cache, v_cache, block_table, context_lens, out)
-        out = torch.empty_like(q) if out is None else out
-        batch_size, num_q_heads, head_dim = q.shape
-        if batch_size == 0:
-            return out
-        problem = problem_of(q, k_cache, block_table)
-        if tile is None or num_warps is None or num_stages is None:
-            default_tile, default_warps, default_stages = tile_shape(problem)
-            tile = tile or default_tile
-            num_warps = num_warps or default_warps
-            num_stages = num_stages or default_stages
-        if split_size % tile:
-            raise ValueError(f"split_size is {split_size}, not a multiple of tile {tile}")
+        problem = call.problem
+        shape = TileShape.of(problem, tile, num_warps, num_stages)
+        if split_size % shape.tile:
+            raise ValueError(f"split_size is {split_size}, not a multiple of tile {shape.tile}")
         if num_splits is None and split_size:
             num_splits = max(1, -(-problem.max_context_len // split_size))
         elif num_splits is None:
             num_splits = plan_splits(problem).num_splits
-        partial = lse = None
-        if num_splits > 1:
-            partial, lse = partial_views(workspace, batch_size, num_q_heads, num_splits, head_dim, like=q)
-        tiles = head_tiles(problem)
-        with on_device(q):
-            _attend_split[(problem.num_kv_heads * tiles, num_splits, batch_size)](
-                q,
-                k_cache,
-                v_cache,
-                block_table,
-                context_lens,
-                out,
-                partial,
-                lse,
-                (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-                num_splits,
-                split_size,
-                *q.stride()[:2],
-                *k_cache.stride()[:3],
-                *v_cache.stride()[:3],
-                block_table.stride(0),
-                *out.stride()[:2],
-                NUM_KV_HEADS=problem.num_kv_heads,
-                GROUP=problem.group_size,
-                HEADS=head_rows(problem),
-                HEAD_TILES=tiles,
-                HEAD_DIM=head_dim,
-                DIM=padded_dim(head_dim),
-                BLOCK_SIZE=problem.block_size,
-                TILE=tile,
-                DIRECT=num_splits == 1,
-                DOT_DTYPE=dot_dtype(q.dtype),
-                num_warps=num_warps,
-                num_stages=num_stages,
-            )
-        if partial is not None and lse is not None:
-            merge_splits(partial, lse, out)
-        return out
+        if num_splits == 1:
+            attend_splits(call, None, None, 1, split_size, shape)
+            return
+        partial, lse = partial_views(
+            call.workspace, problem.batch_size, problem.num_q_heads, num_splits, problem.head_dim, like=call.q
+        )
+        attend_splits(call, partial, lse, num_splits, split_size, shape)
+        # A constant step with split_size, since the order of the sums must not follow the batch.
+        merge_splits(partial, lse, call.out, chunk=MAX_CHUNK if split_size else chunk_for(num_splits))
+
+
+def attend_splits(
+    call: Call, partial: Tensor | None, lse: Tensor | None, num_splits: int, split_size: int, shape: TileShape
+) -> None:
+    """The first stage: each split's partial output and log-sum-exp, or the output if there is one split only."""
+    problem = call.problem
+    _attend_split[(problem.num_kv_heads * head_tiles(problem), num_splits, problem.batch_size)](
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        call.block_table,
+        call.context_lens,
+        call.out,
+        partial,
+        lse,
+        call.scale_log2,
+        num_splits,
+        split_size,
+        *call.q.stride()[:2],
+        *call.cache_strides,
+        call.block_table.stride(0),
+        *call.out.stride()[:2],
+        DIRECT=num_splits == 1,
+        **group_constexprs(problem, shape.tile),
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )

@@ -50,7 +50,7 @@ class TorchDecode(DecodeKernel):
         max_context_len: int | None = None,
         **options: Any,
     ) -> Tensor:
-        """max_context_len: no context is longer; None reads it from context_lens (a GPU is waited for)."""
+        """max_context_len: no context is longer (checked on a CPU); None reads it, for which a GPU is waited for."""
         if options:
             raise TypeError(f"torch takes no option {sorted(options)}")
         check_inputs(q, k_cache, v_cache, block_table, context_lens, out)
@@ -58,6 +58,10 @@ class TorchDecode(DecodeKernel):
         batch_size = q.shape[0]
         if max_context_len is None:
             max_context_len = int(context_lens.max()) if batch_size else 0
+        elif q.device.type == "cpu" and batch_size and int(context_lens.max()) > max_context_len:
+            raise ValueError(
+                f"context_lens has {int(context_lens.max())}, above max_context_len {max_context_len}"
+            )
         if max_context_len == 0:
             return out.zero_()
         token_numel = k_cache.shape[2] * k_cache.shape[3]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.launch import padded_dim
-from kernels.decode.planner import head_rows, head_tiles, plan_splits
+from kernels.decode.planner import TileShape, head_rows, head_tiles, padded_dim
 from kernels.triton_support import tl
 from tests.kernels.aot import Launch, compile_launches
 
@@ -36,7 +35,7 @@ PROBLEMS = {
 
 def split_kv(label: str, p: DecodeProblem, direct: bool) -> Launch:
     pointer = f"*{ELEMENT[p.dtype]}"
-    plan = plan_splits(p)
+    shape = TileShape.of(p)
     return Launch(
         kernel="kernels.decode.split_kv:_attend_split",
         types=dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), pointer)
@@ -51,12 +50,12 @@ def split_kv(label: str, p: DecodeProblem, direct: bool) -> Launch:
             "HEAD_DIM": p.head_dim,
             "DIM": padded_dim(p.head_dim),
             "BLOCK_SIZE": p.block_size,
-            "TILE": plan.tile,
+            "TILE": shape.tile,
             "DIRECT": direct,
             "DOT_DTYPE": DOT[p.dtype],
         },
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         label=f"{label}{'_direct' if direct else ''}",
     )
 
@@ -78,7 +77,7 @@ def single_pass(label: str, p: DecodeProblem) -> Launch:
     )
 
 
-def merge(label: str, p: DecodeProblem) -> Launch:
+def merge(label: str, p: DecodeProblem, chunk: int) -> Launch:
     return Launch(
         kernel="kernels.decode.merge:_merge_splits",
         types={"partial_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": f"*{ELEMENT[p.dtype]}"},
@@ -86,9 +85,9 @@ def merge(label: str, p: DecodeProblem) -> Launch:
             "NUM_HEADS": p.num_q_heads,
             "HEAD_DIM": p.head_dim,
             "DIM": padded_dim(p.head_dim),
-            "CHUNK": 16,
+            "CHUNK": chunk,
         },
-        label=label,
+        label=f"{label} chunk {chunk}",
     )
 
 
@@ -98,7 +97,9 @@ def launches() -> dict[str, list[Launch]]:
         + [split_kv("qwen3_bf16_p16", PROBLEMS["qwen3_bf16_p16"], direct=True)],
         "single_pass": [single_pass(label, p) for label, p in PROBLEMS.items()],
         "merge": [
-            merge(label, PROBLEMS[label]) for label in ("qwen3_bf16_p16", "bf16_group1_d80", "fp32_d128")
+            merge(label, PROBLEMS[label], chunk)
+            for label in ("qwen3_bf16_p16", "bf16_group1_d80", "fp32_mqa_d256")
+            for chunk in (16, 32, 64)
         ],
     }
 
