@@ -178,12 +178,10 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer; the engine was made with skip_tokenizer_init=True")
-        several = (
-            [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        )
-        prompts = [
-            self.tokenizer.apply_chat_template(conversation, **template_options) for conversation in several
-        ]
+        several: list[Any] = list(conversations)
+        if several and isinstance(several[0], Mapping):
+            several = [several]  # one conversation
+        prompts = [self.tokenizer.apply_chat_template(messages, **template_options) for messages in several]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:

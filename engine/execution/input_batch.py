@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from engine.layers.attention_metadata import AttentionMetadata, KernelChoice
 from engine.scheduling.step import SequenceRow, StepInput
 from kernels.decode import DecodeProblem
+from kernels.prefill import PrefillProblem
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,31 @@ class AttentionShape:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+
+    def decode_problem(self, batch_size: int, max_context_len: int) -> DecodeProblem:
+        return DecodeProblem(
+            batch_size=batch_size,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            max_context_len=max_context_len,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def prefill_problem(self, batch_size: int, max_query_len: int, max_context_len: int) -> PrefillProblem:
+        return PrefillProblem(
+            batch_size=batch_size,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
 
 @dataclass(frozen=True)
@@ -47,18 +74,10 @@ def build_input_batch(step: StepInput, shape: AttentionShape, kernels: KernelCho
 
     device = shape.device
     decode_lens = [row.start + 1 for row in step.decodes]
-    decode_plan, decode_workspace = {}, None
+    decode_plan: dict[str, Any] = {}
+    decode_workspace = None
     if step.decodes:
-        problem = DecodeProblem(
-            batch_size=len(step.decodes),
-            num_q_heads=shape.num_q_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            block_size=shape.block_size,
-            max_context_len=max(decode_lens),
-            dtype=shape.dtype,
-            device=device,
-        )
+        problem = shape.decode_problem(len(step.decodes), max(decode_lens))
         decode_plan = kernels.decode.plan(problem)
         decode_workspace = kernels.decode.workspace(problem, device)
     query_lens = [len(row.token_ids) for row in step.prefills]

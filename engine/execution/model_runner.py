@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 
 from engine.config import EngineConfig
@@ -15,8 +13,6 @@ from engine.execution.sampler import sample_tokens
 from engine.models.checkpoint import ModelSource
 from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import SampledToken, SamplingRow, SequenceRow, StepInput
-from kernels.decode import DecodeProblem
-from kernels.prefill import PrefillProblem
 
 
 class ModelRunner:
@@ -127,13 +123,12 @@ class ModelRunner:
 
     def _check_kernels(self) -> None:
         """Refuse, by name and reason, a kernel that cannot serve this model's heads, block size or dtype."""
-        shape = asdict(self.shape)
-        longest = {"batch_size": self.config.max_num_seqs, "max_context_len": self.max_model_len}
-        chunk = min(self.config.max_num_batched_tokens, self.max_model_len)
+        rows, length = self.config.max_num_seqs, self.max_model_len
+        chunk = min(self.config.max_num_batched_tokens, length)
         refusals = {
-            "decode_attention": self.kernels.decode.supports(DecodeProblem(**shape, **longest)),
+            "decode_attention": self.kernels.decode.supports(self.shape.decode_problem(rows, length)),
             "prefill_attention": self.kernels.prefill.supports(
-                PrefillProblem(**shape, **longest, max_query_len=chunk)
+                self.shape.prefill_problem(rows, chunk, length)
             ),
         }
         for field, reason in refusals.items():

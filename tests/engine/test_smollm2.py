@@ -22,9 +22,9 @@ QUESTIONS = [
     "Give me a recipe for pancakes.",
 ]
 SYSTEM = (
-    "You are a careful assistant of a small museum. Answer briefly, name your sources when you have any, and say so when "
-    "you do not know. " * 12
-)
+    "You are a careful assistant of a small museum. Answer briefly, name your sources when you have any, "
+    "and say so when you do not know. "
+) * 12
 
 
 @pytest.fixture(scope="module")
