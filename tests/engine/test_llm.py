@@ -9,6 +9,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from tests.engine.checkpoints import LLAMA, QWEN3, reference_model, write_random_checkpoint
+from tests.engine.greedy_reference import reference_ids, uneven_prompts
 
 NUM_NEW = 48
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -17,31 +18,6 @@ MODELS = {
     "qwen3 untied sharded": (QWEN3 | {"tie_word_embeddings": False}, {"max_shard_size": "40KB"}),
     "llama": (LLAMA, {}),
 }
-
-
-def uneven_prompts(vocab_size: int, count: int = 24) -> list[list[int]]:
-    """Lengths from 1 to 60; every third prompt starts with the same 20 tokens, so that the prefix cache has work."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 61, (count,), generator=generator).tolist()
-    lengths[:3] = 1, 16, 60
-    prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    shared = torch.randint(0, vocab_size, (20,), generator=generator).tolist()
-    return [shared + prompt[:40] if i % 3 == 0 else prompt for i, prompt in enumerate(prompts)]
-
-
-def reference_ids(model, prompt: list[int], num_new: int) -> tuple[int, ...]:
-    """Transformers' greedy continuation of one prompt, sampling defaults and EOS ids pinned off."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_new,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return tuple(output[0, len(prompt) :].tolist())
 
 
 @pytest.fixture(scope="module", autouse=True)
