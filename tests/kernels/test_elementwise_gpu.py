@@ -166,6 +166,13 @@ def test_sampling_agrees_with_the_cpu():
     torch.testing.assert_close(probs.cpu(), filtered_probs(logits.cpu(), *args), atol=1e-7, rtol=1e-6)
 
 
+def test_ties_rank_by_id_however_the_device_sorts():
+    logits = torch.zeros(1, 151_936, device="cuda", dtype=torch.bfloat16)
+    logits[0, 100_000] = 1.0
+    probs = filtered_probs(logits, *parameters(1, 1.0, 1000))[0]
+    assert (probs > 0).nonzero().squeeze(1).tolist() == [*range(999), 100_000]
+
+
 def test_greedy_ties_and_finite_rows():
     logits = random(3, 151_936, dtype=torch.bfloat16).clamp(max=2)
     logits[0, [77, 140_000]] = 9.0
