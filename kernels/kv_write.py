@@ -17,7 +17,7 @@ def write_kv(
     num_kv_heads, head_dim], any strides; slot_mapping [tokens] int64, distinct where not negative.
     A negative slot is a padding token: nothing is written for it.
     """
-    _check(k, v, k_cache, v_cache, slot_mapping)
+    check_kv_write(k, v, k_cache, v_cache, slot_mapping)
     if use_triton:
         _launch(k, v, k_cache, v_cache, slot_mapping)
         return
@@ -45,7 +45,8 @@ def write_kv(
     v_cache.index_put_(index, v)
 
 
-def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def check_kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Raise ValueError, naming the argument, unless the tensors fit together. Reads no values."""
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if new.dim() != 3 or cache.dim() != 4 or new.shape[1:] != cache.shape[2:]:
             raise ValueError(

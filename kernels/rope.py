@@ -15,7 +15,7 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, *, use_
     positions [tokens] int64, each within cos_sin (padding tokens too: 0 serves); cos_sin [max_position,
     2, head_dim / 2] fp32, contiguous, cosines first. Dimension i is paired with i + head_dim / 2.
     """
-    _check(q, k, positions, cos_sin)
+    check_rope(q, k, positions, cos_sin)
     if use_triton:
         _launch(q, k, positions, cos_sin)
         return
@@ -24,7 +24,8 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, *, use_
     _rotate(k, cos, sin)
 
 
-def _check(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+def check_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Raise ValueError, naming the argument, unless the tensors fit together. Reads no values."""
     if q.dim() != 3:
         raise ValueError(f"q must be [tokens, num_q_heads, head_dim], got shape {tuple(q.shape)}")
     tokens, _, head_dim = q.shape

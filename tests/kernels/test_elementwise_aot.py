@@ -69,6 +69,35 @@ def write_kv(block_size: int, width: int, head_dim: int) -> Launch:
     )
 
 
+def qk_norm_rope_write(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> Launch:
+    half = head_dim // 2
+    block_half = triton.next_power_of_2(half)
+    block_heads = min(triton.next_power_of_2(num_q_heads), 1024 // block_half)
+    pointers = ("q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr", "k_cache_ptr", "v_cache_ptr")
+    return Launch(
+        kernel="kernels.qk_norm_rope_write:_qk_norm_rope_write_kernel",
+        types={
+            **dict.fromkeys(pointers, "*bf16"),
+            "positions_ptr": "*i64",
+            "slot_mapping_ptr": "*i64",
+            "cos_sin_ptr": "*fp32",
+            "eps": "fp32",
+        },
+        constexprs={
+            **dict.fromkeys(("stride_kc_dim", "stride_vc_dim"), 1),
+            "Q_TILES": triton.cdiv(num_q_heads, block_heads),
+            "NUM_Q_HEADS": num_q_heads,
+            "NUM_KV_HEADS": num_kv_heads,
+            "BLOCK_SIZE": block_size,
+            "HALF": half,
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_HALF": block_half,
+            "NORM": True,
+        },
+        label=f"{num_q_heads}/{num_kv_heads} x {head_dim}",
+    )
+
+
 LAUNCHES = [
     norm(1024, 1, 2, add=True),
     norm(5120, 1, 1, add=True),
@@ -80,6 +109,8 @@ LAUNCHES = [
     rope(9, 12, 64),
     write_kv(16, 1024, 128),
     write_kv(24, 192, 64),
+    qk_norm_rope_write(16, 8, 128, 16),
+    qk_norm_rope_write(9, 3, 64, 24),
 ]
 
 

@@ -9,6 +9,7 @@ from kernels import activation, kv_write, norm, rope
 from kernels.activation import silu_mul
 from kernels.kv_write import write_kv
 from kernels.norm import add_rms_norm, rms_norm
+from kernels.qk_norm_rope_write import qk_norm_rope_write
 from kernels.rope import apply_rope
 from kernels.sampling import filtered_probs, finite_rows, greedy, sample
 
@@ -91,6 +92,32 @@ def test_write_kv_under_capture(use_triton):
             if slot >= 0:
                 expected[0, slot], expected[1, slot] = k[token], v[token]
         torch.testing.assert_close(flat, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 256, 4000])
+def test_qk_norm_rope_write_is_exact_again_and_again(dtype, tokens):
+    """In place on q: many tokens at once show a read after a neighbour's write, if there is one."""
+    qkv = random(tokens, 32, 128, dtype=dtype, scale=3)
+    weights = [1 + random(128, dtype=dtype, scale=0.1) for _ in range(2)]
+    angles = random(5000, 64, scale=10)
+    cos_sin = torch.stack([angles.cos(), angles.sin()], 1)
+    positions = torch.randint(0, 5000, (tokens,), device="cuda")
+    slots = torch.randperm(tokens + 100, device="cuda")[:tokens]
+    slots[5::7] = -1
+
+    def run(use_triton):
+        packed = qkv.clone()
+        q, k, v = packed.split([16, 8, 8], dim=1)
+        pool = torch.zeros(2, tokens // 16 + 8, 16, 8, 128, dtype=dtype, device="cuda")
+        rest = (1e-6, positions, cos_sin, pool[0], pool[1], slots)
+        qk_norm_rope_write(q, k, v, *weights, *rest, use_triton=use_triton)
+        return q.clone(), pool
+
+    first, again, by_torch = run(True), run(True), run(False)
+    for a, b, c in zip(first, again, by_torch):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, atol=2 * TWO_ULP[dtype], rtol=2 * TWO_ULP[dtype])
 
 
 def test_write_kv_past_2_31_elements():
