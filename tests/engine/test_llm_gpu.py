@@ -79,7 +79,7 @@ def test_half_precision_logprobs_are_close_to_transformers(checkpoint, dtype):
 
 
 def test_the_pool_is_sized_from_free_memory():
-    model = QWEN3 | {"max_position_embeddings": 40_960, "num_hidden_layers": 16}
+    model = QWEN3 | {"max_position_embeddings": 40_960, "num_hidden_layers": 16, "head_dim": 128}
     with LLM(model, load_format="dummy", dtype="bfloat16", device="cuda", gpu_memory_utilization=0.3) as llm:
         blocks = llm.engine.block_manager.num_blocks
         assert llm.runner.kv_cache.shape[2] == blocks

@@ -106,7 +106,7 @@ def test_every_batch_and_context_of_one_plan(name: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_captured_and_replayed(name: str) -> None:
     kernel = decode.get(name)
-    case = make_case([2000, 300], heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA)
+    case = make_case([2000, 2000], heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA)
     run(kernel, case)
     workspace = kernel.workspace(case.problem, CUDA)
     plan = kernel.plan(case.problem)
