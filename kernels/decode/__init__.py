@@ -10,9 +10,11 @@ A kernel of another package joins through the entry-point group `decodelab.decod
 from __future__ import annotations
 
 from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs
+from kernels.decode.fixed_split import FixedSplitDecode
 from kernels.decode.reference import ReferenceDecode
 from kernels.decode.single_pass import SinglePassDecode
 from kernels.decode.split_kv import SplitKVDecode
+from kernels.decode.split_kv_fused import SplitKVFusedDecode
 from kernels.decode.torch_paged import TorchDecode
 from kernels.registry import Registry, UnknownKernelError
 
@@ -33,5 +35,12 @@ available = _registry.available
 get = _registry.get
 register = _registry.register
 
-for _kernel in (ReferenceDecode(), TorchDecode(), SinglePassDecode(), SplitKVDecode()):
+for _kernel in (
+    ReferenceDecode(),
+    TorchDecode(),
+    SinglePassDecode(),
+    SplitKVDecode(),
+    SplitKVFusedDecode(),
+    FixedSplitDecode(),
+):
     register(_kernel.name)(_kernel)

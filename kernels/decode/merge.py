@@ -12,6 +12,45 @@ from kernels.triton_support import on_device, tl, triton
 MAX_CHUNK = 64
 
 
+@triton.jit
+def merge_head(
+    partial_ptr,
+    lse_ptr,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """[DIM]: sum of 2^lse_s o_s / sum of 2^lse_s over one head's splits, CHUNK at a time; zeros if all are empty.
+
+    partial_ptr, lse_ptr point at the head's first split. Loads pass by the L1 cache, since other programs of the
+    same launch may have written what they read.
+    """
+    dims = tl.arange(0, DIM)
+    acc = tl.zeros([DIM], tl.float32)
+    peak = float("-inf")
+    total = 0.0
+    for chunk_start in range(0, num_splits, CHUNK):
+        splits = chunk_start + tl.arange(0, CHUNK)
+        valid = splits < num_splits
+        lse = tl.load(lse_ptr + splits, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        partial = tl.load(
+            partial_ptr + splits[:, None] * HEAD_DIM + dims[None, :],
+            mask=valid[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        # All splits empty so far: every weight is 2^-inf = 0, without -inf minus -inf.
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(lse - origin)
+        decay = tl.exp2(peak - origin)
+        acc = acc * decay + tl.sum(weights[:, None] * partial, 0)
+        total = total * decay + tl.sum(weights, 0)
+        peak = new_peak
+    return acc / tl.where(total > 0, total, 1.0)
+
+
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits(
     partial_ptr,
@@ -25,38 +64,60 @@ def _merge_splits(
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program a row and query head: out = sum of 2^lse_s o_s / sum of 2^lse_s, CHUNK splits at a time."""
+    """One program a row and query head."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     first = (row * NUM_HEADS + head) * num_splits
+    out = merge_head(partial_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, HEAD_DIM, DIM, CHUNK)
     dims = tl.arange(0, DIM)
-    dim_mask = dims < HEAD_DIM
-    acc = tl.zeros([DIM], tl.float32)
-    peak = float("-inf")
-    total = 0.0
-    for chunk_start in range(0, num_splits, CHUNK):
-        splits = chunk_start + tl.arange(0, CHUNK)
-        valid = splits < num_splits
-        lse = tl.load(lse_ptr + first + splits, mask=valid, other=float("-inf"))
-        partial = tl.load(
-            partial_ptr + (first + splits)[:, None] * HEAD_DIM + dims[None, :],
-            mask=valid[:, None] & dim_mask[None, :],
-            other=0.0,
-        )
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
-        # All splits empty so far: every weight is 2^-inf = 0, without -inf minus -inf.
-        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(lse - origin)
-        decay = tl.exp2(peak - origin)
-        acc = acc * decay + tl.sum(weights[:, None] * partial, 0)
-        total = total * decay + tl.sum(weights, 0)
-        peak = new_peak
-    out = acc / tl.where(total > 0, total, 1.0)
     tl.store(
         out_ptr + row * stride_out_row + head.to(tl.int64) * stride_out_head + dims,
         out.to(out_ptr.dtype.element_ty),
-        mask=dim_mask,
+        mask=dims < HEAD_DIM,
     )
+
+
+@triton.jit
+def merge_heads(
+    partial_ptr,
+    lse_ptr,
+    num_splits,
+    active,
+    num_heads,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """[HEADS, DIM]: merge_head for num_heads heads at once, from the first `active` of each one's num_splits slots.
+
+    partial_ptr, lse_ptr point at the first head's first slot. The loads of several chunks are in flight at once.
+    """
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, DIM)
+    acc = tl.zeros([HEADS, DIM], tl.float32)
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    for chunk_start in tl.range(0, active, CHUNK, num_stages=STAGES):
+        splits = chunk_start + tl.arange(0, CHUNK)
+        valid = (heads < num_heads)[:, None] & (splits < active)[None, :]
+        slots = heads.to(tl.int64)[:, None] * num_splits + splits[None, :]
+        lse = tl.load(lse_ptr + slots, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        partial = tl.load(
+            partial_ptr + slots[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=valid[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 1))
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(lse - origin[:, None])
+        decay = tl.exp2(peak - origin)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partial, 1)
+        total = total * decay + tl.sum(weights, 1)
+        peak = new_peak
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 def merge_splits(partial: Tensor, lse: Tensor, out: Tensor, chunk: int = MAX_CHUNK) -> None:

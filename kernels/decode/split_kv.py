@@ -153,7 +153,8 @@ class SplitKVDecode(TritonDecodeKernel):
             num_splits = max(1, -(-problem.max_context_len // split_size))
         elif num_splits is None:
             num_splits = plan_splits(problem).num_splits
-        if num_splits == 1:
+        # With split_size always the same two programs: another might round differently.
+        if num_splits == 1 and not split_size:
             attend_splits(call, None, None, 1, split_size, shape)
             return
         partial, lse = partial_views(
@@ -167,7 +168,7 @@ class SplitKVDecode(TritonDecodeKernel):
 def attend_splits(
     call: Call, partial: Tensor | None, lse: Tensor | None, num_splits: int, split_size: int, shape: TileShape
 ) -> None:
-    """The first stage: each split's partial output and log-sum-exp, or the output if there is one split only."""
+    """The first stage: each split's partial output and log-sum-exp, or, without them, the output of the one split."""
     problem = call.problem
     _attend_split[(problem.num_kv_heads * head_tiles(problem), num_splits, problem.batch_size)](
         call.q,
@@ -185,7 +186,7 @@ def attend_splits(
         *call.cache_strides,
         call.block_table.stride(0),
         *call.out.stride()[:2],
-        DIRECT=num_splits == 1,
+        DIRECT=partial is None,
         **group_constexprs(problem, shape.tile),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.planner import TileShape, head_rows, head_tiles, padded_dim
+from kernels.decode.launch import group_constexprs
+from kernels.decode.planner import TileShape, padded_dim
+from kernels.decode.split_kv_fused import COUNT_BITS, NONCE, merge_constexprs
 from kernels.triton_support import tl
 from tests.kernels.aot import Launch, compile_launches
+
+# The shapes that come nearest to the limits of registers and shared memory.
+HARD = ("qwen3_bf16_p16", "bf16_mqa_d256", "fp32_mqa_d256")
 
 ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -33,30 +40,33 @@ PROBLEMS = {
 }
 
 
-def split_kv(label: str, p: DecodeProblem, direct: bool) -> Launch:
-    pointer = f"*{ELEMENT[p.dtype]}"
+def grouped(kernel: str, label: str, p: DecodeProblem, **constexprs: Any) -> Launch:
+    """A kernel that packs the heads of a group, in the shape that the planner gives it."""
     shape = TileShape.of(p)
     return Launch(
-        kernel="kernels.decode.split_kv:_attend_split",
-        types=dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), pointer)
+        kernel=f"kernels.decode.{kernel}",
+        types=dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{ELEMENT[p.dtype]}")
         | dict.fromkeys(("table_ptr", "context_lens_ptr"), "*i32")
         | dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
-        | {"scale_log2": "fp32"},
-        constexprs={
-            "NUM_KV_HEADS": p.num_kv_heads,
-            "GROUP": p.group_size,
-            "HEADS": head_rows(p),
-            "HEAD_TILES": head_tiles(p),
-            "HEAD_DIM": p.head_dim,
-            "DIM": padded_dim(p.head_dim),
-            "BLOCK_SIZE": p.block_size,
-            "TILE": shape.tile,
-            "DIRECT": direct,
-            "DOT_DTYPE": DOT[p.dtype],
-        },
+        | {"scale_log2": "fp32"}
+        | ({"counter_ptr": "*i64"} if "NONCE" in constexprs else {}),
+        constexprs=group_constexprs(p, shape.tile) | {"DOT_DTYPE": DOT[p.dtype]} | constexprs,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-        label=f"{label}{'_direct' if direct else ''}",
+        label=f"{label} {constexprs.get('DIRECT', '')}",
+    )
+
+
+def split_kv_fused(label: str, p: DecodeProblem, cooperative: bool = False) -> Launch:
+    return grouped(
+        "split_kv_fused:_attend_and_merge",
+        label,
+        p,
+        **merge_constexprs(p, TileShape.of(p).num_warps),
+        HEAD_CHUNK=32,
+        COOPERATIVE=cooperative,
+        NONCE=NONCE,
+        COUNT_BITS=COUNT_BITS,
     )
 
 
@@ -93,8 +103,12 @@ def merge(label: str, p: DecodeProblem, chunk: int) -> Launch:
 
 def launches() -> dict[str, list[Launch]]:
     return {
-        "split_kv": [split_kv(label, p, direct=False) for label, p in PROBLEMS.items()]
-        + [split_kv("qwen3_bf16_p16", PROBLEMS["qwen3_bf16_p16"], direct=True)],
+        "split_kv": [
+            grouped("split_kv:_attend_split", label, p, DIRECT=False) for label, p in PROBLEMS.items()
+        ]
+        + [grouped("split_kv:_attend_split", "direct", PROBLEMS["qwen3_bf16_p16"], DIRECT=True)],
+        "split_kv_fused": [split_kv_fused(label, PROBLEMS[label]) for label in HARD]
+        + [split_kv_fused("cooperative", PROBLEMS["qwen3_bf16_p16"], cooperative=True)],
         "single_pass": [single_pass(label, p) for label, p in PROBLEMS.items()],
         "merge": [
             merge(label, PROBLEMS[label], chunk)

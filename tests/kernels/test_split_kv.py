@@ -54,7 +54,10 @@ def test_split_sizes(block_size: int, device: torch.device) -> None:
     assert worst_error(case.out, expected(case)) < 1e-5
 
 
-def test_fixed_split_size_gives_the_same_bits_in_any_batch(device: torch.device) -> None:
+@pytest.mark.parametrize(("name", "options"), [("split_kv", {"split_size": 256}), ("fixed_split", {})])
+def test_fixed_split_size_gives_the_same_bits_in_any_batch(
+    name: str, options: dict[str, int], device: torch.device
+) -> None:
     """A row of 900 alone, beside 2,000, and among 16: with different tables, widths and numbers of splits."""
     alone = make_case([900], dtype=torch.float16, device=device)
     results = []
@@ -64,7 +67,9 @@ def test_fixed_split_size_gives_the_same_bits_in_any_batch(device: torch.device)
         mine = alone.block_table[0, : -(-900 // 16)].long()
         company.k_cache[blocks], company.v_cache[blocks] = alone.k_cache[mine], alone.v_cache[mine]
         company.q[-1] = alone.q[0]
-        results.append(split_kv(*company.inputs, out=company.out, split_size=256)[-1])
+        kernel = decode.get(name)
+        plan = kernel.plan(company.problem) if name == "fixed_split" else {}
+        results.append(kernel(*company.inputs, out=company.out, **plan, **options)[-1])
     assert worst_error(results[0][None], expected(alone)) < 1e-3
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -118,3 +123,15 @@ def test_partial_views_do_not_overlap() -> None:
 def test_split_size_is_whole_tiles(device: torch.device) -> None:
     with pytest.raises(ValueError, match="split_size is 100, not a multiple of tile 64"):
         split_kv(*make_case([5], device=device).inputs, split_size=100, tile=64)
+
+
+def test_fixed_split_needs_a_size(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="split_size is 0, the least is 1"):
+        decode.get("fixed_split")(*make_case([5], device=device).inputs, split_size=0)
+
+
+def test_a_plan_made_for_less_loses_no_keys(device: torch.device) -> None:
+    """num_splits * split_size short of the context: the last split takes the rest."""
+    case = make_case([500], device=device)
+    split_kv(*case.inputs, out=case.out, split_size=64, num_splits=2, tile=64)
+    assert worst_error(case.out, expected(case)) < 1e-5
