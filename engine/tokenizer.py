@@ -35,13 +35,17 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
+    @property
+    def has_chat_template(self) -> bool:
+        return getattr(self.wrapped, "chat_template", None) is not None
+
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a conversation as the chat template lays it out, ending where the assistant's answer begins.
 
         conversation: {"role", "content"} messages. options go to the template, such as enable_thinking=False, and may
         set add_generation_prompt. Raises ValueError if there is no template or it refuses the conversation.
         """
-        if getattr(self.wrapped, "chat_template", None) is None:
+        if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template")
         from jinja2 import TemplateError
 

@@ -1,0 +1,1 @@
+"""What runs whole models: the engine here, and others to compare it with."""

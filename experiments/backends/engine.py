@@ -1,0 +1,287 @@
+"""Driving the real engine: opening it for a variant, timing decode steps, and checking its greedy tokens first."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from experiments.failures import UnsupportedError
+from experiments.settings import Settings, Variant
+
+if TYPE_CHECKING:
+    from engine import LLM
+    from engine.models.config import ModelConfig
+
+# Of a greedy token that is not the reference's: how far, in standard deviations of the row's logits, the reference's
+# own logit of it may lie below its best. Rounding of the dtype decides between tokens as close as that.
+MARGINS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """A model under one variant's kernels on `tp` ranks, as the run's settings have it."""
+
+    settings: Settings
+    variant: Variant
+    tp: int = 1
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        from engine.models.checkpoint import resolve_model
+
+        return resolve_model(self.settings.model.argument, self.settings.model.load_format).config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        chosen = self.settings.model.dtype
+        return self.model_config.dtype if chosen == "auto" else getattr(torch, chosen)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def columns(self) -> dict[str, Any]:
+        """What rows say of the model, one rank's heads, and the kernels."""
+        return model_columns(self.settings, self.model_config, self.dtype_name, self.tp) | {
+            "variant": self.variant.name,
+            "decode_attention": self.variant.decode,
+            "prefill_attention": self.variant.prefill or self.settings.engine["prefill_attention"],
+        }
+
+    def open(self, **options: Any) -> LLM:
+        """The engine, with `options` over the configured ones. The caller closes it.
+
+        Raises UnsupportedError where this machine has too few GPUs for the ranks.
+        """
+        from engine import LLM
+
+        check_ranks(self.settings.device, self.tp)
+        if self.variant.options:
+            raise UnsupportedError("options of a decode kernel cannot be passed through the engine")
+        arguments = engine_options(self.settings) | {
+            "device": self.settings.device,
+            "dtype": self.settings.model.dtype,
+            "load_format": self.settings.model.load_format,
+            "seed": self.settings.seed,
+            "tensor_parallel_size": self.tp,
+            "decode_attention": self.variant.decode,
+            "skip_tokenizer_init": True,
+        }
+        if self.variant.prefill is not None:
+            arguments["prefill_attention"] = self.variant.prefill
+        try:
+            return LLM(self.settings.model.argument, **(arguments | options))
+        except ValueError as error:
+            if "tensor_parallel_size" in str(error):
+                raise UnsupportedError(str(error)) from error
+            raise
+
+    def reference(self) -> EngineSetup:
+        """The same weights and dtype under the plain reference kernels, on one rank."""
+        return EngineSetup(self.settings, Variant("reference", "reference", "reference"), tp=1)
+
+    def prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
+        """Random token ids, no two prompts alike: lengths are exact, and nothing is shared by chance."""
+        rng = random.Random(seed)
+        return [
+            [rng.randrange(self.model_config.vocab_size) for _ in range(length)] for length in lengths
+        ]
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """The engine group's values; ValueError for one that LLM does not take, listing those it does."""
+    from engine import LLM
+
+    known = set(inspect.signature(LLM.__init__).parameters) - {"self", "model"}
+    unknown = sorted(set(settings.engine) - known)
+    if unknown:
+        raise ValueError(f"unknown option engine.{unknown[0]}; known: {', '.join(sorted(known))}")
+    return dict(settings.engine)
+
+
+def model_columns(settings: Settings, config: ModelConfig, dtype: str, tp: int) -> dict[str, Any]:
+    """The columns of a model whose heads are split over `tp` ranks."""
+    heads = config.heads_per_rank(tp)
+    return {
+        "model": settings.model.name,
+        "load_format": settings.model.load_format,
+        "dtype": dtype,
+        "tp": tp,
+        "block_size": settings.engine["block_size"],
+        "num_q_heads": heads.num_q_heads,
+        "num_kv_heads": heads.num_kv_heads,
+        "head_dim": config.head_dim,
+    }
+
+
+def check_ranks(device: str, tp: int) -> None:
+    """Raise UnsupportedError unless every rank can have a GPU of its own (on a CPU ranks are processes)."""
+    count = torch.cuda.device_count() if device != "cpu" else tp
+    if tp > count:
+        raise UnsupportedError(f"tensor parallel {tp} needs {tp} GPUs, {count} visible")
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One timed step in which every request decoded one token. context_lens: KV tokens each attended to."""
+
+    duration_s: float
+    context_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodeRun:
+    """Prompts brought through prefill, then decoded together. token_ids: of the requests, warm-up included."""
+
+    prompts: list[list[int]]
+    token_ids: list[list[int]]
+    prefill_s: float
+    steps: list[DecodeStep]
+    num_preemptions: int
+
+
+def time_decode_steps(llm: LLM, prompts: list[list[int]], num_steps: int, warm_up: int) -> DecodeRun:
+    """Decode all prompts as one batch, greedily: `warm_up` steps of the whole batch untimed, then num_steps timed.
+
+    Raises UnsupportedError if the pool cannot hold the batch, RuntimeError if it ever stops being one batch.
+    """
+    from engine import SamplingParams
+
+    blocks = llm.engine.block_manager
+    longest = max(map(len, prompts)) + num_steps + warm_up + slack_tokens(llm, prompts)
+    needed = len(prompts) * blocks.blocks_for(longest)
+    if needed > blocks.num_blocks:
+        raise UnsupportedError(f"the KV pool has {blocks.num_blocks} blocks, the batch needs {needed}")
+    params = SamplingParams(temperature=0.0, max_tokens=longest, ignore_eos=True)
+    names = [llm.engine.add_request(prompt, params) for prompt in prompts]
+    index = {name: i for i, name in enumerate(names)}
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    steps: list[DecodeStep] = []
+    prefill_s, num_preemptions, left = 0.0, 0, warm_up
+    try:
+        while len(steps) < num_steps:
+            for output in llm.engine.step():
+                if output.request_id in index:
+                    token_ids[index[output.request_id]] = list(output.token_ids)
+                    if output.finish_reason is not None:
+                        raise RuntimeError(f"a request ended early: {output.finish_reason} {output.error or ''}")
+            last = llm.engine.last_step
+            num_preemptions += last.num_preempted
+            if last.num_prefill_tokens or last.num_decode_tokens < len(prompts):
+                if steps:
+                    raise RuntimeError("the batch fell apart while it was timed (a request was preempted)")
+                prefill_s += last.duration_s
+            elif left:
+                left -= 1
+            else:
+                # The newest token was sampled from the step; its own KV is not written yet.
+                lens = tuple(len(p) + len(t) - 1 for p, t in zip(prompts, token_ids))
+                steps.append(DecodeStep(last.duration_s, lens))
+    finally:
+        for name in names:
+            llm.engine.abort(name, report=False)
+    return DecodeRun(prompts, token_ids, prefill_s, steps, num_preemptions)
+
+
+def slack_tokens(llm: LLM, prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that the first requests may decode while later ones still prefill: one a step at most, and some over."""
+    return slack_for(sum(map(len, prompts)), len(prompts), llm.config.max_num_batched_tokens)
+
+
+def slack_for(num_prompt_tokens: int, batch_size: int, max_num_batched_tokens: int) -> int:
+    """See slack_tokens. A step's budget goes to decodes first, so chunks are shorter by up to the batch."""
+    chunk = max(max_num_batched_tokens - batch_size, 1)
+    return -(-num_prompt_tokens // chunk) + 4
+
+
+@dataclass(frozen=True)
+class GreedyReference:
+    """What the reference engine answers, with its logits [tokens, vocab_size] fp32 before each token, on the CPU."""
+
+    prompts: list[list[int]]
+    token_ids: list[list[int]]
+    logits: list[torch.Tensor]
+
+
+def greedy_reference(setup: EngineSetup, lengths: Sequence[int], num_tokens: int, seed: int) -> GreedyReference:
+    """Greedy continuations of random prompts by the plain reference kernels over torch operations."""
+    from engine import SamplingParams
+
+    prompts = setup.prompts(lengths, seed)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    with setup.reference().open(**check_options(setup, lengths, num_tokens), use_triton=False) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens = [list(output.token_ids) for output in outputs]
+        logits = [llm.forced_logits(prompt, ids).cpu() for prompt, ids in zip(prompts, tokens)]
+    return GreedyReference(prompts, tokens, logits)
+
+
+def check_options(setup: EngineSetup, lengths: Sequence[int], num_tokens: int) -> dict[str, Any]:
+    """Options of an engine that is to hold just these prompts and their continuations."""
+    longest = max(lengths) + num_tokens + 1
+    block_size = setup.settings.engine["block_size"]
+    return {
+        "max_model_len": longest,
+        "max_num_seqs": len(lengths),
+        "num_kv_blocks": (len(lengths) + 1) * -(-longest // block_size),
+        "enforce_eager": True,
+    }
+
+
+@dataclass(frozen=True)
+class GreedyCheck:
+    """checked: tokens that were compared; excused: of these, differences within the margin; error: the first beyond."""
+
+    checked: int
+    excused: int
+    error: str | None
+
+
+def check_greedy(llm: LLM, reference: GreedyReference, dtype: str) -> GreedyCheck:
+    """Generate the reference's prompts in one batch and compare token by token, up to each prompt's first difference."""
+    from engine import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=len(reference.token_ids[0]), ignore_eos=True)
+    outputs = llm.generate(reference.prompts, params, use_tqdm=False)
+    checked = excused = 0
+    for number, (output, expected, logits) in enumerate(zip(outputs, reference.token_ids, reference.logits)):
+        for position, (token, wanted) in enumerate(zip(output.token_ids, expected, strict=True)):
+            checked += 1
+            if token == wanted:
+                continue
+            gap = margin(logits[position], token)
+            if gap > MARGINS[dtype]:
+                error = (
+                    f"greedy token {position} of check prompt {number} is {token}, the reference's is {wanted}, "
+                    f"which is better by {gap:.3g} standard deviations of the logits (tolerance {MARGINS[dtype]:g})"
+                )
+                return GreedyCheck(checked, excused, error)
+            excused += 1
+            break
+    return GreedyCheck(checked, excused, None)
+
+
+def check_last_token(llm: LLM, run: DecodeRun, dtype: str) -> str | None:
+    """Whether the last decoded token of the batch's first and last row is what a prefill of all before it gives."""
+    for row in {0, len(run.prompts) - 1}:
+        *before, token = run.token_ids[row]
+        logits = llm.forced_logits([*run.prompts[row], *before], [token])[0].cpu()
+        gap = margin(logits, token)
+        if not gap <= MARGINS[dtype]:
+            return (
+                f"token {len(before)} of row {row} is {token}; by a prefill of its context it lies {gap:.3g} standard "
+                f"deviations of the logits below the best (tolerance {MARGINS[dtype]:g})"
+            )
+    return None
+
+
+def margin(logits: torch.Tensor, token: int) -> float:
+    """How far a token's logit lies below the best, in standard deviations of the row [vocab_size]; inf if not finite."""
+    gap = ((logits.max() - logits[token]) / logits.std()).item()
+    return gap if gap == gap else float("inf")
