@@ -204,6 +204,7 @@ class CorrectnessSuite(Suite):
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         """Largest log-probability difference of each prompt, by variant, under the tolerance."""
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         measured = rows.dropna(subset=["max_logprob_share"])
         if measured.empty:
@@ -222,6 +223,7 @@ class CorrectnessSuite(Suite):
             ylabel="largest |Δ log-probability| / largest |logit|",
             title="Engine against Transformers, teacher-forced",
         )
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
         return {"logprob_difference": figure}
 

@@ -353,3 +353,50 @@ def test_packed_projections_are_where_the_forward_pass_looks_for_them() -> None:
     assert isinstance(qkv, PackedColumnParallelLinear)
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
     assert torch.equal(qkv.weight, torch.cat([shards[name] for name in names]))
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_weights_go_straight_to_the_gpu(tmp_path: Path) -> None:
+    """No second copy on the way: beyond the model itself, at most one tensor as stored, and its cast."""
+    config = UNTIED | {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192}
+    write_random_checkpoint(tmp_path, config, max_shard_size="8MB")
+    tensors = all_tensors(tmp_path)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load_model(
+        resolve_model(tmp_path, "auto"),
+        load_format="auto",
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        group=ParallelGroup.single(),
+        kernels=choose(),
+        seed=0,
+    )
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    held = torch.cuda.memory_allocated() - before
+    assert torch.cuda.max_memory_allocated() - before <= held + 2 * largest + 2**20
+    assert_holds(model, {name: tensor.to("cuda", torch.bfloat16) for name, tensor in tensors.items()})
+
+
+@pytest.mark.gpu
+def test_dummy_weights_on_a_gpu_are_the_same_for_any_number_of_ranks() -> None:
+    def shards(group: ParallelGroup) -> dict[str, Any]:
+        model = load_model(
+            resolve_model(UNTIED, "dummy"),
+            load_format="dummy",
+            device=torch.device("cuda"),
+            dtype=torch.bfloat16,
+            group=group,
+            kernels=choose(),
+            seed=0,
+        )
+        return {shard.name: shard for shard in model.weight_shards()}
+
+    full = shards(ParallelGroup.single())
+    for rank in range(2):
+        for name, shard in shards(ParallelGroup(rank, 2)).items():
+            assert torch.equal(shard.target, shard.slice_of(full[name].target)), name
