@@ -15,6 +15,7 @@ from kernels.decode.reference import ReferenceDecode
 from kernels.decode.single_pass import SinglePassDecode
 from kernels.decode.split_kv import SplitKVDecode
 from kernels.decode.split_kv_fused import SplitKVFusedDecode
+from kernels.decode.stream_k import StreamKDecode
 from kernels.decode.torch_paged import TorchDecode
 from kernels.registry import Registry, UnknownKernelError
 
@@ -42,5 +43,6 @@ for _kernel in (
     SplitKVDecode(),
     SplitKVFusedDecode(),
     FixedSplitDecode(),
+    StreamKDecode(),
 ):
     register(_kernel.name)(_kernel)

@@ -9,8 +9,9 @@ import torch
 
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import group_constexprs
-from kernels.decode.planner import TileShape, padded_dim
+from kernels.decode.planner import TileShape, head_rows, padded_dim
 from kernels.decode.split_kv_fused import COUNT_BITS, NONCE, merge_constexprs
+from kernels.decode.stream_k import CHUNK
 from kernels.triton_support import tl
 from tests.kernels.aot import Launch, compile_launches
 
@@ -70,6 +71,20 @@ def split_kv_fused(label: str, p: DecodeProblem, cooperative: bool = False) -> L
     )
 
 
+def stream_k(label: str, p: DecodeProblem, rows: int) -> list[Launch]:
+    constexprs = {"ROWS": rows, "SLOT_HEADS": min(p.group_size, head_rows(p))}
+    share = grouped("stream_k:_attend_share", label, p, **constexprs)
+    merged = {k: v for k, v in share.constexprs.items() if k not in ("BLOCK_SIZE", "DOT_DTYPE")}
+    types = dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32") | {
+        "context_lens_ptr": "*i32",
+        "out_ptr": f"*{ELEMENT[p.dtype]}",
+    }
+    return [
+        share,
+        Launch("kernels.decode.stream_k:_merge_shares", types, merged | {"CHUNK": CHUNK}, label=label),
+    ]
+
+
 def single_pass(label: str, p: DecodeProblem) -> Launch:
     return Launch(
         kernel="kernels.decode.single_pass:_attend_sequence",
@@ -109,6 +124,11 @@ def launches() -> dict[str, list[Launch]]:
         + [grouped("split_kv:_attend_split", "direct", PROBLEMS["qwen3_bf16_p16"], DIRECT=True)],
         "split_kv_fused": [split_kv_fused(label, PROBLEMS[label]) for label in HARD]
         + [split_kv_fused("cooperative", PROBLEMS["qwen3_bf16_p16"], cooperative=True)],
+        "stream_k": [
+            launch
+            for label in HARD
+            for launch in stream_k(label, PROBLEMS[label], 256 if "p16" in label else 16)
+        ],
         "single_pass": [single_pass(label, p) for label, p in PROBLEMS.items()],
         "merge": [
             merge(label, PROBLEMS[label], chunk)
