@@ -1,0 +1,173 @@
+"""Decode attention as an operation for kernel_bench: its inputs, its oracle, and the kernels as candidates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.kernel_bench import BoundCall, Call, Candidate
+from experiments.settings import Variant
+from kernels import costs, decode
+from kernels.costs import Cost
+from kernels.decode.reference import attend
+
+# Blocks of the pool for each one that the contexts use: block tables are shuffled over all of it.
+POOL_FACTOR = 1.25
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """What a decode kernel reads. Slots that hold no token of any context are NaN."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    """Decode attention of `context_lens` (a host tuple, one a row) and the variants to compare on it."""
+
+    context_lens: tuple[int, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    device: torch.device
+    variants: Sequence[Variant]
+
+    @cached_property
+    def problem(self) -> decode.DecodeProblem:
+        return decode.DecodeProblem(
+            batch_size=len(self.context_lens),
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            max_context_len=max(self.context_lens),
+            dtype=getattr(torch, self.dtype),
+            device=self.device,
+        )
+
+    @property
+    def cost(self) -> Cost:
+        return costs.decode_attention(
+            self.context_lens,
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.problem.dtype,
+            self.block_size,
+        )
+
+    @property
+    def input_bytes(self) -> int:
+        return self.cost.bytes
+
+    @property
+    def interpreted_size(self) -> int:
+        return sum(self.context_lens)
+
+    def make_inputs(self, generator: torch.Generator) -> DecodeInputs:
+        """Standard normal queries, keys and values; every row's blocks anywhere in a pool larger than needed."""
+        device, dtype = self.device, self.problem.dtype
+        counts = [-(-length // self.block_size) for length in self.context_lens]
+        num_blocks = int(sum(counts) * POOL_FACTOR) + 1
+        order = torch.randperm(num_blocks, generator=generator, device=device, dtype=torch.int32)
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        k_cache, v_cache = (
+            torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2)
+        )
+        start = 0
+        for row, (length, count) in enumerate(zip(self.context_lens, counts)):
+            table[row, :count] = order[start : start + count]
+            start += count
+            for cache in (k_cache, v_cache):
+                cache[table[row, count - 1].long(), (length - 1) % self.block_size + 1 :] = float("nan")
+        for cache in (k_cache, v_cache):
+            cache[order[start:].long()] = float("nan")
+        q_shape = (len(counts), self.num_q_heads, self.head_dim)
+        q = torch.randn(q_shape, generator=generator, device=device, dtype=dtype)
+        lens = torch.tensor(self.context_lens, dtype=torch.int32, device=device)
+        return DecodeInputs(q, k_cache, v_cache, table, lens)
+
+    def reference(self, inputs: DecodeInputs) -> Sequence[Tensor]:
+        return [
+            attend(
+                inputs.q,
+                inputs.k_cache,
+                inputs.v_cache,
+                inputs.block_table,
+                inputs.context_lens,
+                None,
+                torch.float32,
+            )
+        ]
+
+    def candidates(self) -> Sequence[Candidate]:
+        return [self._candidate(variant) for variant in self.variants]
+
+    def _candidate(self, variant: Variant) -> Candidate:
+        kernel = decode.get(variant.decode)
+
+        def bind(inputs: DecodeInputs) -> BoundCall:
+            start = time.perf_counter()
+            plan = kernel.plan(self.problem)
+            plan_us = 1e6 * (time.perf_counter() - start)
+            plan = {**plan, **variant.options}
+            workspace = kernel.workspace(self.problem, self.device)
+            call, out = _call(kernel, inputs, plan, workspace)
+            return BoundCall(call, (out,), plan_us)
+
+        def probe() -> Any:
+            tiny = DecodeBench(
+                (self.block_size,),
+                self.num_kv_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                self.block_size,
+                self.dtype,
+                self.device,
+                (),
+            )
+            inputs = tiny.make_inputs(torch.Generator(device=self.device).manual_seed(0))
+            kernel(inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_table, inputs.context_lens)
+
+        return Candidate(
+            name=variant.name,
+            bind=bind,
+            probe=probe,
+            columns={"decode_attention": variant.decode},
+            unsupported=kernel.supports(self.problem),
+        )
+
+
+def _call(
+    kernel: Any, inputs: DecodeInputs, plan: dict[str, Any], workspace: Tensor | None
+) -> tuple[Call, Tensor]:
+    """A call without arguments, and the output that it writes, full of NaN until then."""
+    out = torch.full_like(inputs.q, float("nan"))
+
+    def call() -> None:
+        kernel(
+            inputs.q,
+            inputs.k_cache,
+            inputs.v_cache,
+            inputs.block_table,
+            inputs.context_lens,
+            out=out,
+            workspace=workspace,
+            **plan,
+        )
+
+    return call, out

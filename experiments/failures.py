@@ -1,0 +1,45 @@
+"""From an exception to a row's status and error text."""
+
+from __future__ import annotations
+
+import traceback
+
+from experiments.columns import Status
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+
+
+class PointTimeout(BaseException):
+    """A point took longer than its limit. Not an Exception, so that no handler on the way keeps it."""
+
+
+class UnsupportedError(Exception):
+    """This machine or build cannot run the point, which is known beforehand and nobody's fault."""
+
+
+def status_of(exception: BaseException) -> Status:
+    """ "oom", "timeout", "unsupported" or "error"."""
+    if isinstance(exception, PointTimeout):
+        return "timeout"
+    if isinstance(exception, UnsupportedError):
+        return "unsupported"
+    if isinstance(exception, MemoryError) or type(exception).__name__ == "OutOfMemoryError":
+        return "oom"
+    text = str(exception).lower()
+    return "oom" if any(phrase in text for phrase in _OUT_OF_MEMORY) else "error"
+
+
+def describe(exception: BaseException, limit: int = 600) -> str:
+    """One line: the type, the message, and where in the code it arose."""
+    message = " ".join(str(exception).split())
+    text = f"{type(exception).__name__}: {message}" if message else type(exception).__name__
+    if isinstance(exception, PointTimeout | UnsupportedError):
+        text = message
+    elif frames := traceback.extract_tb(exception.__traceback__):
+        text = f"{text[:limit]} ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})"
+    return text
+
+
+def is_sticky(exception: BaseException) -> bool:
+    """Whether a CUDA error has broken this process's context: nothing on the GPU works in it from now on."""
+    return "CUDA error" in str(exception) or type(exception).__name__ == "AcceleratorError"

@@ -1,0 +1,160 @@
+"""A run's table, plots, Markdown report and self-contained HTML report."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments import tables
+from experiments.columns import FAILURES
+from experiments.records import Row, to_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from experiments.suites.protocol import Suite
+
+MAX_PRINTED = 100
+MAX_REASONS = 8
+
+
+def printed_table(suite: Suite, rows: Sequence[Row]) -> str:
+    """The table for the terminal, shortened if it is very long."""
+    summary = suite.summary(to_frame(rows))
+    table = tables.compact(summary)
+    lines = [tables.to_text(table.head(MAX_PRINTED))]
+    if len(table) > MAX_PRINTED:
+        lines.append(f"... and {len(table) - MAX_PRINTED} more lines in table.csv")
+    why = tables.reasons(summary)
+    if why:
+        lines += ["", "Without a time:", *(f"  {reason}" for reason in why[:MAX_REASONS])]
+    if len(why) > MAX_REASONS:
+        lines.append(f"  ... and {len(why) - MAX_REASONS} more reasons in table.csv")
+    return "\n".join(lines)
+
+
+def write(
+    folder: Path, suite: Suite, rows: Sequence[Row], record: Mapping[str, Any], *, plots: bool = True
+) -> None:
+    """table.csv, plots/*.png, report.md and report.html of a run, each replacing the one before."""
+    import pandas as pd
+
+    frame = to_frame(rows)
+    table = suite.summary(frame)
+    table.to_csv(folder / "table.csv", index=False)
+    names = _draw(folder / "plots", suite, frame, record) if plots else []
+    title = f"{suite.name} on {record['device_name']}"
+    sections = {
+        "What was run": _facts(frame, record),
+        "Table": tables.compact(table),
+        "Without a time": pd.DataFrame({"why": tables.reasons(table)}),
+        "What failed": _failures(frame),
+    }
+    (folder / "report.md").write_text(_markdown(title, sections, names))
+    (folder / "report.html").write_text(_html(title, sections, [folder / "plots" / name for name in names]))
+
+
+def _draw(folder: Path, suite: Suite, frame: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
+    from experiments import plots
+
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    names = []
+    for name, figure in suite.figures(frame).items():
+        plots.add_caption(figure, caption(record))
+        plots.save(figure, folder / f"{name}.png")
+        names.append(f"{name}.png")
+    return names
+
+
+def caption(record: Mapping[str, Any]) -> str:
+    """Device, versions and commit in one line."""
+    packages, git = record["packages"], record["git"]
+    commit = (git["commit"] or "no git")[:10] + ("+changes" if git["dirty"] else "")
+    driver = (record.get("gpu_before") or {}).get("driver_version")
+    parts = [
+        record["device_name"],
+        f"torch {packages['torch']}",
+        f"triton {packages['triton']}" if packages["triton"] else "no triton",
+        f"driver {driver}" if driver else None,
+        f"decodelab {packages['decodelab'] or '?'} at {commit}",
+        str(record["started"])[:10],
+    ]
+    return "  |  ".join(part for part in parts if part)
+
+
+def _facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
+    import pandas as pd
+
+    ceilings = record["ceilings"]
+    flops = ", ".join(
+        f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings["matmul_flops_per_s"].items()
+    )
+    git = record["git"]
+    throttled = frame["throttled"].dropna()
+    facts = {
+        "command": record["command"],
+        "commit": f"{git['commit']}{' with uncommitted changes' if git['dirty'] else ''}",
+        "device": record["device_name"],
+        "measured ceilings": f"reading {ceilings['read_bytes_per_s'] / 1e9:,.0f} GB/s; matmul {flops or '-'}",
+        "models": ", ".join(frame["model"].dropna().unique()) or "-",
+        "versions": ", ".join(f"{name} {version}" for name, version in record["packages"].items() if version),
+        "seed": str(record["seed"]),
+        "rows": ", ".join(f"{count} {status}" for status, count in sorted(record.get("rows", {}).items())),
+        "timing": ", ".join(frame["timing_method"].dropna().unique()) or "-",
+        "throttled rows": f"{int(throttled.sum())} of {len(throttled)}"
+        if len(throttled)
+        else "not known here",
+        "intervals": "95%, bootstrap over rounds; speed-ups are paired by round; <- marks a winner, named only where "
+        "its paired ratio to every other leaves 1 by more than 1%",
+    }
+    return pd.DataFrame({"what": facts.keys(), "value": facts.values()})
+
+
+def _failures(frame: pd.DataFrame) -> pd.DataFrame:
+    import pandas as pd
+
+    failed = frame[frame["status"].isin(sorted(FAILURES))]
+    shown = failed[["point_id", "status", "level", "variant", "batch_size", "context_len", "error"]]
+    return pd.DataFrame(shown.astype(object).where(shown.notna(), "")).drop_duplicates()
+
+
+def _markdown(title: str, sections: Mapping[str, pd.DataFrame], plot_names: Sequence[str]) -> str:
+    parts = [f"# {title}"]
+    for heading, table in sections.items():
+        if len(table):
+            parts.append(f"## {heading}\n\n{tables.to_markdown(table)}")
+    if plot_names:
+        parts.append("## Plots\n\n" + "\n\n".join(f"![{name[:-4]}](plots/{name})" for name in plot_names))
+    return "\n\n".join(parts) + "\n"
+
+
+_CSS = """
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }
+th, td { padding: 2px 10px; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+th { position: sticky; top: 0; background: #f4f4f4; }
+img { max-width: 100%; margin: 1em 0; }
+"""
+
+
+def _html(title: str, sections: Mapping[str, pd.DataFrame], images: Sequence[Path]) -> str:
+    """One file with everything in it: styles, tables, pictures."""
+    parts = []
+    for heading, table in sections.items():
+        if len(table):
+            parts.append(f"<h2>{html.escape(heading)}</h2>\n{table.to_html(index=False, border=0)}")
+    for image in images:
+        data = base64.b64encode(image.read_bytes()).decode()
+        parts.append(
+            f'<figure><img alt="{html.escape(image.stem)}" src="data:image/png;base64,{data}"></figure>'
+        )
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_CSS}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n"
+    )

@@ -1,0 +1,225 @@
+"""A run's configuration: Hydra's, with every "auto" and null decided, as frozen dataclasses that refuse bad values."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from experiments.arguments import CONF, group_options
+from experiments.devices import choose_interpreter, resolve_device
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A checkpoint (path: directory or hub id) or, where path is None, config.json's fields for dummy weights."""
+
+    name: str
+    path: str | None
+    load_format: str
+    dtype: str
+    config: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        if self.path is None and self.config is None:
+            raise ValueError(f"model {self.name!r} has neither a path nor a config")
+        if self.load_format not in ("auto", "dummy"):
+            raise ValueError(f"model.load_format must be auto or dummy, got {self.load_format!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"model.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.path is None and self.load_format != "dummy":
+            raise ValueError(
+                f"model {self.name!r} has no path, so load_format must be dummy, got {self.load_format!r}"
+            )
+
+    @property
+    def argument(self) -> str | dict[str, Any]:
+        """What LLM takes as its model."""
+        return self.path if self.path is not None else dict(self.config or {})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a comparison is between: a decode kernel with options, and the prefill kernel beside it in the engine.
+
+    options: keyword arguments of the kernel, over those of its plan; kernel-level suites alone can pass them.
+    """
+
+    name: str
+    decode: str
+    prefill: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured: rounds over the variants, samples in each, and the seconds a point may take."""
+
+    name: str
+    rounds: int
+    samples: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "samples"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"size.{name} must be an integer >= 1, got {value!r}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"the time-out of a point must be above 0 seconds, got {self.timeout_s!r}")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run goes and how its points are executed."""
+
+    root: str
+    folder: str | None
+    resume: bool
+    retry_failed: bool
+    isolate: bool | str
+    timeout_s: float | None
+    plots: bool
+
+    def __post_init__(self) -> None:
+        for name in ("resume", "retry_failed", "plots"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"run.{name} must be true or false, got {getattr(self, name)!r}")
+        if self.isolate not in (True, False, "auto"):
+            raise ValueError(f"run.isolate must be true, false or auto, got {self.isolate!r}")
+        if self.resume and self.folder is None:
+            raise ValueError("run.resume=true needs run.folder=FOLDER, the run to continue")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a suite may depend on. bench: the suite's own options, still a mapping (see Suite.options)."""
+
+    suite: str
+    bench: Mapping[str, Any]
+    device: str
+    seed: int
+    plugins: tuple[str, ...]
+    model: ModelChoice
+    engine: Mapping[str, Any]
+    variants: tuple[Variant, ...]
+    size: Size
+    run: RunOptions
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> Settings:
+        """From a resolved configuration (see resolve), which is also what a run's config.yaml holds."""
+        bench = dict(config["bench"])
+        run = parse_fields(RunOptions, config["run"], "run")
+        size = parse_fields(Size, config["size"], "size")
+        return cls(
+            suite=bench.pop("suite"),
+            bench=bench,
+            device=config["device"],
+            seed=config["seed"],
+            plugins=tuple(config["plugins"]),
+            model=parse_fields(ModelChoice, config["model"], "model"),
+            engine=config["engine"],
+            variants=tuple(
+                parse_fields(Variant, {"name": name, **(entry or {})}, f"attention.{name}")
+                for name, entry in config["attention"].items()
+            ),
+            size=size,
+            run=run,
+        )
+
+
+def parse_fields(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from a mapping; ValueError for keys it does not have, listing those it has."""
+    known = [f.name for f in fields(kind)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"unknown option {where}.{unknown[0]}; known: {', '.join(known)}")
+    return kind(**values)
+
+
+def resolve(config: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
+    """Decide what a composed configuration leaves open: device, model, size, the suite's options, kernels.
+
+    cwd: where relative paths start. Imports the plugins. Raises ValueError for what cannot be.
+    """
+    config = dict(config)
+    if not config.get("bench"):
+        raise ValueError(f"choose a suite: +suite=NAME, known: {', '.join(group_options('suite'))}")
+    device = resolve_device(config["device"])
+    choose_interpreter(device)
+    on_gpu = device != "cpu"
+    for plugin in config["plugins"]:
+        importlib.import_module(plugin)
+    size = _filled(config["size"], "size", "full" if on_gpu else "smoke")
+    run = dict(config["run"], root=str(cwd / Path(config["run"]["root"]).expanduser()))
+    if run["folder"] is not None:
+        run["folder"] = str(cwd / Path(run["folder"]).expanduser())
+    if run["timeout_s"] is not None:
+        size["timeout_s"] = run["timeout_s"]
+    sizes = config.pop("sizes")
+    if size["name"] not in sizes:
+        raise ValueError(f"the suite has no size {size['name']!r}; known: {', '.join(sizes)}")
+    bench = {
+        name: sizes[size["name"]].get(name) if value is None else value
+        for name, value in config["bench"].items()
+    }
+    if isinstance(config["seed"], bool) or not isinstance(config["seed"], int):
+        raise ValueError(f"seed must be an integer, got {config['seed']!r}")
+    return config | {
+        "device": device,
+        "model": _model(config["model"], cwd, on_gpu),
+        "attention": _variants(config["attention"], device),
+        "size": size,
+        "bench": bench,
+        "run": run,
+    }
+
+
+def _filled(values: Mapping[str, Any], group: str, default: str) -> dict[str, Any]:
+    """A group's values; where its name is "auto", those of the default yaml under what was overridden."""
+    if values["name"] != "auto":
+        return dict(values)
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{default}.yaml"))
+    return loaded | {name: value for name, value in values.items() if value is not None and value != "auto"}
+
+
+def _model(values: Mapping[str, Any], cwd: Path, on_gpu: bool) -> dict[str, Any]:
+    path = values["path"]
+    if path is None:
+        model = _filled(values, "model", "qwen3_0_6b" if on_gpu else "tiny_qwen3")
+        return model | {"load_format": model["load_format"] or "dummy"}
+    directory = cwd / Path(path).expanduser()
+    if directory.is_dir():
+        path = str(directory.resolve())
+    elif path.startswith((".", "/", "~")):
+        raise ValueError(f"model.path: there is no directory {directory}")
+    return dict(values) | {
+        "name": Path(path).name if values["name"] == "auto" else values["name"],
+        "path": path,
+        "load_format": values["load_format"] or "auto",
+        "config": None,
+    }
+
+
+def _variants(attention: Mapping[str, Any], device: str) -> dict[str, Any]:
+    import torch
+
+    from kernels import decode
+
+    if not attention:
+        names = [name for name in decode.available(torch.device(device)) if name != "reference"]
+        return {name: {"decode": name} for name in names}
+    variants = {name: {"decode": name, **(entry or {})} for name, entry in attention.items()}
+    for name, variant in variants.items():
+        try:
+            decode.get(variant["decode"])
+        except ValueError as error:
+            raise ValueError(f"attention.{name}: {error}") from error
+    return variants

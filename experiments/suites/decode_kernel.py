@@ -1,0 +1,133 @@
+"""Decode attention kernels alone, over head counts, block sizes, dtypes, batches and contexts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.records import Row
+from experiments.settings import Settings
+from experiments.suites import options
+from experiments.suites.protocol import Point, PointContext, Suite
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class DecodeKernelOptions:
+    """See conf/suite/decode_kernel.yaml."""
+
+    heads: Any
+    head_dims: Any
+    block_sizes: Any
+    dtypes: Any
+    batch_sizes: Any
+    context_lens: Any
+    ragged: bool
+    cache_states: Any
+    max_interpreted_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("head_dims", "block_sizes", "batch_sizes", "context_lens"):
+            object.__setattr__(self, name, options.positives(name, getattr(self, name)))
+        object.__setattr__(self, "heads", options.heads("heads", self.heads))
+        object.__setattr__(self, "dtypes", options.choices("dtypes", self.dtypes, options.DTYPES))
+        states = options.choices("cache_states", self.cache_states, options.CACHE_STATES)
+        object.__setattr__(self, "cache_states", states)
+        options.flag("ragged", self.ragged)
+        options.positive("max_interpreted_tokens", self.max_interpreted_tokens)
+
+
+class DecodeKernel(Suite):
+    name = "decode_kernel"
+    options = DecodeKernelOptions
+
+    def points(self, settings: Settings) -> list[Point]:
+        chosen = self.parse_options(settings)
+        axes = (chosen.dtypes, chosen.heads, chosen.head_dims, chosen.block_sizes, chosen.batch_sizes)
+        return [
+            kernel_point(
+                settings,
+                suite=self.name,
+                tp=1,
+                dtype=dtype,
+                num_q_heads=q_heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                block_size=block_size,
+                batch_size=batch_size,
+                context_len=context_len,
+                ragged=chosen.ragged,
+            )
+            for dtype, (
+                q_heads,
+                kv_heads,
+            ), head_dim, block_size, batch_size, context_len in itertools.product(*axes, chosen.context_lens)
+        ]
+
+    def run(self, point: Point, context: PointContext) -> list[Row]:
+        chosen = self.parse_options(context.settings)
+        return measure_decode(point, context, chosen.cache_states, chosen.max_interpreted_tokens)
+
+    def blank_rows(self, point: Point) -> list[dict[str, Any]]:
+        return variant_columns(point)
+
+    def dtypes(self, settings: Settings) -> tuple[str, ...]:
+        return self.parse_options(settings).dtypes
+
+    def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
+        from experiments.decode_figures import kernel_figures
+
+        return kernel_figures(self.summary(rows))
+
+
+def kernel_point(settings: Settings, *, suite: str, ragged: bool = False, **columns: Any) -> Point:
+    """A comparison of decode kernels at one shape; its identity holds all that its rows depend on."""
+    params = columns | {
+        "level": "kernel",
+        "ragged": ragged,
+        "variants": [[v.name, v.decode, dict(v.options)] for v in settings.variants],
+        "rounds": settings.size.rounds,
+        "samples": settings.size.samples,
+        "seed": settings.seed,
+    }
+    return Point(suite, params)
+
+
+def variant_columns(point: Point) -> list[dict[str, Any]]:
+    """The columns of each variant that a kernel point compares."""
+    return [{"variant": name, "decode_attention": decode} for name, decode, _ in point.params["variants"]]
+
+
+def measure_decode(
+    point: Point, context: PointContext, cache_states: tuple[str, ...], max_interpreted_tokens: int
+) -> list[Row]:
+    """Check and time the decode kernels of a kernel point."""
+    from experiments.decode_bench import DecodeBench
+    from experiments.kernel_bench import measure
+
+    params = point.params
+    lens = [params["context_len"]] * params["batch_size"]
+    if params["ragged"]:
+        rng = random.Random(context.seed(point))
+        lens = [rng.randint((length + 1) // 2, length) for length in lens]
+    bench = DecodeBench(
+        context_lens=tuple(lens),
+        num_q_heads=params["num_q_heads"],
+        num_kv_heads=params["num_kv_heads"],
+        head_dim=params["head_dim"],
+        block_size=params["block_size"],
+        dtype=params["dtype"],
+        device=context.device,
+        variants=context.settings.variants,
+    )
+    return measure(
+        bench, point, context, cache_states=cache_states, max_interpreted_size=max_interpreted_tokens
+    )
+
+
+SUITE = DecodeKernel()

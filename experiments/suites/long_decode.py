@@ -1,0 +1,124 @@
+"""Decoding at long contexts: batch x context x tensor parallel x decode kernel, as kernels and as engine steps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.records import Row
+from experiments.settings import Settings, Variant
+from experiments.suites import options
+from experiments.suites.decode_kernel import kernel_point, measure_decode, variant_columns
+from experiments.suites.protocol import Point, PointContext, Suite
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class LongDecodeOptions:
+    """See conf/suite/long_decode.yaml."""
+
+    batch_sizes: Any
+    context_lens: Any
+    tensor_parallel: Any
+    levels: Any
+    engine_batch_sizes: Any
+    engine_context_lens: Any
+    engine_steps: int
+    cache_states: Any
+    max_interpreted_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in (
+            "batch_sizes",
+            "context_lens",
+            "tensor_parallel",
+            "engine_batch_sizes",
+            "engine_context_lens",
+        ):
+            object.__setattr__(self, name, options.positives(name, getattr(self, name)))
+        object.__setattr__(self, "levels", options.choices("levels", self.levels, options.LEVELS))
+        states = options.choices("cache_states", self.cache_states, options.CACHE_STATES)
+        object.__setattr__(self, "cache_states", states)
+        options.positive("engine_steps", self.engine_steps)
+        options.positive("max_interpreted_tokens", self.max_interpreted_tokens)
+
+
+class LongDecode(Suite):
+    """Kernel points compare all kernels at one rank's head counts, so tensor parallel can be studied on one device;
+    step points run the engine on that many ranks."""
+
+    name = "long_decode"
+    options = LongDecodeOptions
+
+    def points(self, settings: Settings) -> list[Point]:
+        chosen = self.parse_options(settings)
+        points = []
+        if "kernel" in chosen.levels:
+            axes = (chosen.tensor_parallel, chosen.batch_sizes, chosen.context_lens)
+            points += [self._kernel_point(settings, *axis) for axis in itertools.product(*axes)]
+        if "step" in chosen.levels:
+            axes = (chosen.tensor_parallel, chosen.engine_batch_sizes, chosen.engine_context_lens)
+            for axis in itertools.product(*axes):
+                points += [
+                    self._step_point(settings, variant, chosen, *axis) for variant in settings.variants
+                ]
+        return points
+
+    def _kernel_point(self, settings: Settings, tp: int, batch_size: int, context_len: int) -> Point:
+        from experiments.backends.engine import EngineSetup, model_columns
+
+        setup = EngineSetup(settings, settings.variants[0], tp)
+        columns = model_columns(settings, setup.model_config, setup.dtype_name, tp)
+        return kernel_point(
+            settings, suite=self.name, batch_size=batch_size, context_len=context_len, **columns
+        )
+
+    def _step_point(
+        self, settings: Settings, variant: Variant, chosen: Any, tp: int, batch_size: int, context_len: int
+    ) -> Point:
+        from experiments.step_bench import step_point
+
+        return step_point(
+            settings,
+            variant,
+            suite=self.name,
+            tp=tp,
+            batch_size=batch_size,
+            context_len=context_len,
+            num_steps=chosen.engine_steps,
+        )
+
+    def run(self, point: Point, context: PointContext) -> list[Row]:
+        chosen = self.parse_options(context.settings)
+        if point.params["level"] == "kernel":
+            return measure_decode(point, context, chosen.cache_states, chosen.max_interpreted_tokens)
+        from experiments.step_bench import measure_step
+
+        return measure_step(point, context, max_interpreted_tokens=chosen.max_interpreted_tokens)
+
+    def blank_rows(self, point: Point) -> list[dict[str, Any]]:
+        return variant_columns(point) if point.params["level"] == "kernel" else [{}]
+
+    def dtypes(self, settings: Settings) -> tuple[str, ...]:
+        from experiments.backends.engine import EngineSetup
+
+        return (EngineSetup(settings, settings.variants[0]).dtype_name,)
+
+    def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
+        from experiments.decode_figures import kernel_figures, step_figures
+
+        table = self.summary(rows)
+        figures: dict[str, Figure] = {}
+        kernel, step = (table[table["level"] == level] for level in ("kernel", "step"))
+        if len(kernel):
+            figures |= kernel_figures(kernel)
+        if len(step):
+            figures |= step_figures(step)
+        return figures
+
+
+SUITE = LongDecode()

@@ -1,0 +1,58 @@
+"""Checks that the suites' options share. Each returns the value in its final form or raises ValueError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LEVELS = ("kernel", "step")
+CACHE_STATES = ("cold", "hot")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def positive(name: str, value: Any) -> int:
+    """An integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"bench.{name} must be an integer >= 1, got {value!r}")
+    return value
+
+
+def positives(name: str, value: Any) -> tuple[int, ...]:
+    """One or several integers of at least 1; repeats are dropped."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if not values:
+        raise ValueError(f"bench.{name} is empty")
+    return tuple(dict.fromkeys(positive(name, each) for each in values))
+
+
+def choices(name: str, value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+    """One or several of the known names; repeats are dropped."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    for each in values:
+        if each not in known:
+            raise ValueError(f"bench.{name} must be among {', '.join(known)}, got {each!r}")
+    if not values:
+        raise ValueError(f"bench.{name} is empty")
+    return tuple(dict.fromkeys(values))
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"bench.{name} must be true or false, got {value!r}")
+    return value
+
+
+def heads(name: str, value: Any) -> tuple[tuple[int, int], ...]:
+    """Pairs [query heads, KV heads], the former a multiple of the latter."""
+    pairs = [value] if value and isinstance(value, list | tuple) and isinstance(value[0], int) else value
+    if not isinstance(pairs, list | tuple) or not pairs:
+        raise ValueError(f"bench.{name} must be pairs [query heads, KV heads], got {value!r}")
+    checked = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(f"bench.{name} must be pairs [query heads, KV heads], got {pair!r}")
+        q_heads, kv_heads = (positive(name, each) for each in pair)
+        if q_heads % kv_heads:
+            raise ValueError(f"bench.{name}: {q_heads} query heads are not a multiple of {kv_heads} KV heads")
+        checked.append((q_heads, kv_heads))
+    return tuple(dict.fromkeys(checked))

@@ -1,0 +1,204 @@
+"""From raw rows to the table that is read: one line for each thing measured, medians, intervals, who wins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments import stats
+
+# What tells one line of the table from another; columns that are null throughout, or new to a suite, do no harm.
+KEYS = (
+    *("suite", "level", "model", "load_format", "dtype", "tp", "num_q_heads", "num_kv_heads", "head_dim"),
+    *("block_size", "batch_size", "context_len", "output_len", "cache_state"),
+)
+SERIES = "variant"
+
+# Speed-ups are over this variant where a comparison has it, else over the first one that was timed.
+BASELINE = "single_pass"
+
+_MEDIANS = (
+    *("floor_us", "roofline_fraction", "max_rel_err", "plan_us", "step_ms", "prefill_tok_s", "decode_tok_s"),
+    *("peak_memory_bytes", "tokens_checked", "tokens_excused"),
+)
+
+
+def summarise(rows: pd.DataFrame, keys: Sequence[str] = KEYS) -> pd.DataFrame:
+    """One line a combination of keys and variant: status, median time over the rounds with its 95% interval,
+    speed-up over the baseline with its interval, and `fastest` where a winner is shown.
+
+    A line whose rows have several statuses carries the worst. Lines that were not timed have null times.
+    """
+    keys = [key for key in keys if key in rows and rows[key].notna().any()]
+    lines = []
+    rows = _with_states(rows)
+    for cell, group in rows.groupby(keys, dropna=False, sort=False):
+        lines += _cell(dict(zip(keys, cell)), group)
+    table = pd.DataFrame(lines)
+    if table.empty:
+        return table
+    order = {variant: i for i, variant in enumerate(rows["variant"].drop_duplicates())}
+    table["_order"] = table["variant"].map(order)
+    sort = [key for key in keys if table[key].nunique() > 1]
+    table = table.sort_values([*sort, "_order"], kind="stable", na_position="last").drop(columns="_order")
+    return table.reset_index(drop=True)
+
+
+def _with_states(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows that were not timed carry no cache state: they stand beside the timed ones of their comparison."""
+    return rows.assign(variant=rows[SERIES].fillna("-"))
+
+
+def _cell(key: dict[str, Any], group: pd.DataFrame) -> list[dict[str, Any]]:
+    """The lines of one comparison."""
+    variants = list(dict.fromkeys(group["variant"]))
+    timed = {
+        variant: group[(group["variant"] == variant) & (group["status"] == "ok") & group["time_us"].notna()]
+        for variant in variants
+    }
+    samples = {name: frame.sort_values("round")["time_us"].tolist() for name, frame in timed.items()}
+    samples = {name: times for name, times in samples.items() if times}
+    baseline = BASELINE if BASELINE in samples else next(iter(samples), None)
+    paired = len({len(times) for times in samples.values()}) == 1
+    best = stats.winner(samples) if paired else None
+    lines = []
+    for variant in variants:
+        of_variant = group[group["variant"] == variant]
+        line = {key_name: _plain(value) for key_name, value in key.items()}
+        line |= {"variant": variant, "status": worst_status(of_variant["status"])}
+        if variant in samples:
+            line |= _times(samples[variant])
+            if baseline is not None and variant != baseline and paired:
+                ratio = stats.paired_ratio(samples[baseline], samples[variant])
+                line |= {
+                    "speedup": ratio.value,
+                    "speedup_low": ratio.low,
+                    "speedup_high": ratio.high,
+                    "speedup_over": baseline,
+                }
+            frame = timed[variant]
+            line["gb_per_s"] = _median(frame["bytes"].astype(float) / frame["time_us"] / 1e3)
+        line |= {name: _median(of_variant[name]) for name in _MEDIANS if of_variant[name].notna().any()}
+        line["fastest"] = variant == best
+        errors = of_variant["error"].dropna()
+        line["error"] = errors.iloc[0] if len(errors) else None
+        lines.append(line)
+    return lines
+
+
+def worst_status(statuses: pd.Series) -> str:
+    """The status to be told of when a line's rows differ."""
+    found = set(statuses)
+    for status in ("error", "timeout", "oom", "incorrect", "unsupported", "not_timed"):
+        if status in found:
+            return status
+    return "ok"
+
+
+def _times(samples: Sequence[float]) -> dict[str, float]:
+    interval = stats.median_interval(samples)
+    return {"time_us": interval.value, "time_us_low": interval.low, "time_us_high": interval.high}
+
+
+def _median(values: pd.Series) -> float:
+    numbers = values.dropna().astype(float)
+    return float(np.median(numbers)) if len(numbers) else math.nan
+
+
+def _plain(value: Any) -> Any:
+    return None if value is pd.NA or (isinstance(value, float) and math.isnan(value)) else value
+
+
+def compact(table: pd.DataFrame) -> pd.DataFrame:
+    """The table for the eye: text, constant columns dropped, intervals beside their medians."""
+    if table.empty:
+        return table
+    shown: dict[str, list[str]] = {}
+    for name in (*KEYS[1:], "variant"):
+        if name in table and (name == "variant" or not _follows(table, name)):
+            shown[_HEADINGS.get(name, name)] = [_text(value) for value in table[name]]
+    shown["status"] = [str(status) for status in table["status"]]
+    if "time_us" in table:
+        columns = (table[name] for name in ("time_us", "time_us_low", "time_us_high"))
+        shown["time us [95%]"] = [_with_interval(*values) or "-" for values in zip(*columns)]
+    if "speedup" in table:
+        columns = (table[name] for name in ("speedup", "speedup_low", "speedup_high", "speedup_over"))
+        shown["speed-up [95%]"] = [_speedup(*values) for values in zip(*columns)]
+    if "roofline_fraction" in table:
+        shown["roofline"] = ["" if _absent(v) else f"{100 * v:.1f}%" for v in table["roofline_fraction"]]
+    for name, heading in (("decode_tok_s", "decode tok/s"), ("max_rel_err", "rel. error")):
+        if name in table:
+            shown[heading] = [_number(value) for value in table[name]]
+    shown["fastest"] = ["<-" if fastest else "" for fastest in table["fastest"]]
+    return pd.DataFrame(shown)
+
+
+def _follows(table: pd.DataFrame, name: str) -> bool:
+    """Whether a key says nothing new: it is constant, or the ranks and the level of a line determine it."""
+    if table[name].nunique(dropna=False) < 2:
+        return True
+    others = [other for other in ("level", "tp") if other in table and other != name]
+    if name not in ("num_q_heads", "num_kv_heads") or not others:
+        return False
+    return bool((table.groupby(others, dropna=False)[name].nunique(dropna=False) < 2).all())
+
+
+def reasons(table: pd.DataFrame) -> list[str]:
+    """Why lines have no time, each reason once, with the number of lines it explains."""
+    if table.empty:
+        return []
+    without = table[table["error"].notna()]
+    counts = without.groupby(["status", "error"], sort=False).size()
+    return [f"{status} ({count} lines): {error}" for (status, error), count in counts.items()]
+
+
+_HEADINGS = {
+    "batch_size": "batch",
+    "context_len": "context",
+    "cache_state": "cache",
+    "num_q_heads": "q heads",
+}
+
+
+def _absent(value: Any) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def _text(value: Any) -> str:
+    return "" if _absent(value) else str(value)
+
+
+def _number(value: Any) -> str:
+    if _absent(value):
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _with_interval(value: Any, low: Any, high: Any) -> str:
+    if _absent(value):
+        return ""
+    if _absent(low):
+        return _number(value)
+    return f"{_number(value)} [{_number(low)}, {_number(high)}]"
+
+
+def _speedup(value: Any, low: Any, high: Any, over: Any) -> str:
+    return "" if _absent(value) else f"{_with_interval(value, low, high)}x {over}"
+
+
+def to_text(table: pd.DataFrame) -> str:
+    """Columns side by side for a terminal."""
+    return table.to_string(index=False) if len(table) else "(no rows)"
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """A Markdown table of a table of text."""
+    lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
+    lines += [
+        "| " + " | ".join(str(v).replace("|", "\\|") for v in values) + " |" for values in table.to_numpy()
+    ]
+    return "\n".join(lines)
