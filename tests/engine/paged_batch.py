@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine.execution.input_batch import AttentionShape, build_input_batch
-from engine.layers.attention_metadata import KernelChoice
+from engine.layers.attention_metadata import AttentionMetadata, KernelChoice
 from engine.models.decoder import Decoder
-from engine.scheduling.step import SequenceRow, StepInput
 from kernels import decode, prefill
 
 
@@ -21,52 +19,81 @@ def choose(
 
 
 class PagedBatch:
-    """Sequences with KV in one pool. A step runs some tokens of some of them and returns their logits."""
+    """Sequences with KV in one pool. A step runs some tokens of some of them and returns their logits.
+
+    num_kv_heads: of this rank; None: the model's. Built on AttentionMetadata alone, not on the engine's own batches.
+    """
 
     def __init__(
         self,
         model: Decoder,
-        kernels: KernelChoice,
         sequences: Sequence[Sequence[int]],
         *,
         block_size: int,
-        num_q_heads: int | None = None,
         num_kv_heads: int | None = None,
     ) -> None:
         config, weight = model.config, model.norm.weight
-        self.model, self.kernels, self.sequences = model, kernels, sequences
-        self.shape = AttentionShape(
-            num_q_heads=num_q_heads or config.num_q_heads,
-            num_kv_heads=num_kv_heads or config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        self.model, self.sequences, self.block_size = model, sequences, block_size
+        self.device = weight.device
         lengths = [-(-len(sequence) // block_size) for sequence in sequences]
-        ids = list(range(sum(lengths) + 3))
+        num_blocks = sum(lengths) + 3
+        ids = list(range(num_blocks))
         random.Random(block_size).shuffle(ids)
-        self.tables = [tuple(ids.pop() for _ in range(length)) for length in lengths]
-        pool = (config.num_layers, 2, sum(lengths) + 3, block_size, self.shape.num_kv_heads, config.head_dim)
-        self.kv_cache = torch.full(pool, torch.nan, dtype=weight.dtype, device=weight.device)
+        self.tables = [[ids.pop() for _ in range(length)] for length in lengths]
+        heads = (num_kv_heads or config.num_kv_heads, config.head_dim)
+        pool = (config.num_layers, 2, num_blocks, block_size, *heads)
+        self.kv_cache = torch.full(pool, torch.nan, dtype=weight.dtype, device=self.device)
         self.done = [0] * len(sequences)
 
     @torch.inference_mode()
-    def step(self, counts: Mapping[int, int], *, decodes: Sequence[int] = ()) -> dict[int, torch.Tensor]:
+    def step(
+        self, counts: Mapping[int, int], *, decodes: Sequence[int] = (), padding: int = 0
+    ) -> dict[int, torch.Tensor]:
         """Run the next counts[i] tokens of sequence i as a prefill chunk, and one token of each i in decodes.
 
-        Returns for each sequence the logits of all its tokens in this step, [tokens, vocab_size].
+        padding: tokens without a sequence at the end. Returns for each sequence the logits of all its tokens in this
+        step, [tokens, vocab_size]; those of the padding under -1.
         """
-        rows = {i: self._row(i, count) for i, count in [*((i, 1) for i in decodes), *counts.items()]}
-        step = StepInput(tuple(rows[i] for i in decodes), tuple(rows[i] for i in counts))
-        batch = build_input_batch(step, self.shape, self.kernels)
-        hidden = self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache)
-        sizes = [len(row.token_ids) for row in rows.values()]
-        return dict(zip(rows, self.model.compute_logits(hidden).split(sizes)))
-
-    def _row(self, i: int, count: int) -> SequenceRow:
-        start = self.done[i]
-        self.done[i] += count
-        return SequenceRow(
-            str(i), start, tuple(self.sequences[i][start : start + count]), self.tables[i], None
+        sizes = {**dict.fromkeys(decodes, 1), **counts}
+        input_ids, positions, slots = [], [], []
+        for i, count in sizes.items():
+            for position in range(self.done[i], self.done[i] + count):
+                block, offset = divmod(position, self.block_size)
+                input_ids.append(self.sequences[i][position])
+                positions.append(position)
+                slots.append(self.tables[i][block] * self.block_size + offset)
+            self.done[i] += count
+        starts = [0]
+        for count in counts.values():
+            starts.append(starts[-1] + count)
+        metadata = AttentionMetadata(
+            slot_mapping=self._tensor([*slots, *[-1] * padding], torch.int64),
+            num_decodes=len(decodes),
+            decode_block_table=self._block_table(decodes),
+            decode_context_lens=self._tensor([self.done[i] for i in decodes], torch.int32),
+            decode_plan={},
+            decode_workspace=None,
+            num_prefill_tokens=starts[-1],
+            prefill_block_table=self._block_table(list(counts)),
+            prefill_context_lens=self._tensor([self.done[i] for i in counts], torch.int32),
+            query_start_loc=self._tensor(starts, torch.int32),
+            max_query_len=max(counts.values(), default=0),
         )
+        zeros = [0] * padding
+        hidden = self.model(
+            self._tensor([*input_ids, *zeros], torch.int64),
+            self._tensor([*positions, *zeros], torch.int64),
+            metadata,
+            self.kv_cache,
+        )
+        logits = self.model.compute_logits(hidden).split([*sizes.values(), padding])
+        return dict(zip([*sizes, -1], logits))
+
+    def _block_table(self, rows: Sequence[int]) -> torch.Tensor:
+        """Entries past a row's table name a block that does not exist: they are never read."""
+        width = max((len(self.tables[i]) for i in rows), default=0)
+        table = [self.tables[i] + [2**30] * (width - len(self.tables[i])) for i in rows]
+        return self._tensor(table, torch.int32).view(len(rows), width)
+
+    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)

@@ -99,13 +99,11 @@ def test_logits_of_prefill_then_decode_equal_transformers(checkpoint: Path, bloc
     reference = reference_model(checkpoint)
     expected = [reference_logits(reference, sequence) for sequence in sequences]
     # Uneven prompts prefilled together but for their last 3 tokens, of which each then decodes one a step.
-    batch = PagedBatch(model, kernels, sequences, block_size=block_size)
+    batch = PagedBatch(model, sequences, block_size=block_size)
     prompts = {i: len(sequence) - 3 for i, sequence in enumerate(sequences) if len(sequence) > 3}
-    actual = {i: [logits] for i, logits in batch.step(prompts).items()}
-    for _ in range(3):
-        for i, logits in batch.step({}, decodes=list(prompts)).items():
-            actual[i].append(logits)
-    for i, parts in actual.items():
+    steps = [batch.step(prompts), *(batch.step({}, decodes=list(prompts)) for _ in range(3))]
+    for i in prompts:
+        parts = [step[i] for step in steps]
         torch.testing.assert_close(torch.cat(parts), expected[i], rtol=1e-5, atol=1e-5)
 
 
@@ -114,7 +112,7 @@ def test_a_mixed_step_equals_transformers(checkpoint: Path) -> None:
     kernels = choose()
     model = load(checkpoint, kernels)
     sequences = random_sequences(model.config.vocab_size)
-    batch = PagedBatch(model, kernels, sequences, block_size=4)
+    batch = PagedBatch(model, sequences, block_size=4)
     batch.step({1: 20, 2: 5, 4: 10})
     logits = batch.step({0: 1, 2: 2, 4: 21}, decodes=[1])
     logits[4] = torch.cat([logits[4], batch.step({4: 3}, decodes=[1])[4]])
@@ -144,7 +142,7 @@ def test_modules_have_the_outputs_of_their_namesakes(checkpoint: Path) -> None:
     for name, module in model.named_modules():
         module.register_forward_hook(keep(f"own {name}"))
     reference_logits(reference, sequence)
-    PagedBatch(model, kernels, [sequence], block_size=4).step({0: 19})
+    PagedBatch(model, [sequence], block_size=4).step({0: 19})
 
     per_layer = ["input_layernorm", "self_attn", "self_attn.o_proj", "post_attention_layernorm", "mlp"]
     per_layer += [
@@ -160,29 +158,15 @@ def test_modules_have_the_outputs_of_their_namesakes(checkpoint: Path) -> None:
 
 
 def test_padding_tokens_write_nothing_and_touch_nobody(checkpoint: Path) -> None:
-    from dataclasses import replace
-
-    from engine.execution.input_batch import build_input_batch
-    from engine.scheduling.step import StepInput
-
-    kernels = choose()
-    model = load(checkpoint, kernels)
+    model = load(checkpoint, choose())
     sequences = random_sequences(model.config.vocab_size)
-    plain = PagedBatch(model, kernels, sequences, block_size=4)
-    expected = plain.step({1: 20})[1]
-    padded = PagedBatch(model, kernels, sequences, block_size=4)
-    step = build_input_batch(StepInput((), (padded._row(1, 20),)), padded.shape, kernels)
-    slots = torch.cat([step.metadata.slot_mapping, torch.full((3,), -1)])
-    zeros = torch.zeros(3, dtype=torch.int64)
-    with torch.inference_mode():
-        hidden = model(
-            torch.cat([step.input_ids, zeros]),
-            torch.cat([step.positions, zeros]),
-            replace(step.metadata, slot_mapping=slots),
-            padded.kv_cache,
-        )
-        assert hidden.isfinite().all()
-        torch.testing.assert_close(model.compute_logits(hidden)[:20], expected, rtol=1e-5, atol=1e-5)
+    plain, padded = (PagedBatch(model, sequences, block_size=4) for _ in range(2))
+    for options in ({"counts": {1: 20, 4: 7}}, {"counts": {2: 3}, "decodes": [1, 4]}):
+        expected, actual = plain.step(**options), padded.step(**options, padding=3)
+        assert actual.pop(-1).isfinite().all()
+        expected.pop(-1)
+        for i, logits in actual.items():
+            torch.testing.assert_close(logits, expected[i], rtol=1e-5, atol=1e-5)
     assert torch.equal(padded.kv_cache.isnan(), plain.kv_cache.isnan())
 
 
@@ -213,7 +197,7 @@ def test_smollm2_logits_equal_transformers() -> None:
     tokenizer = load_tokenizer(None, resolve_model(directory, "auto"))
     assert tokenizer is not None
     token_ids = tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    batch = PagedBatch(model, kernels, [token_ids], block_size=16)
+    batch = PagedBatch(model, [token_ids], block_size=16)
     logits = torch.cat([batch.step({0: len(token_ids) - 2})[0], batch.step({}, decodes=[0])[0]])
     expected = reference_logits(reference_model(directory), token_ids)[:-1]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4)
@@ -226,10 +210,10 @@ def test_on_a_gpu_logits_equal_transformers(checkpoint: Path, decode_name: str, 
     kernels = choose(decode_name, prefill_name, use_triton=decode_name != "torch")
     model = load(checkpoint, kernels, device="cuda")
     sequences = random_sequences(model.config.vocab_size)
-    batch = PagedBatch(model, kernels, sequences, block_size=16)
-    logits = batch.step({1: 20, 4: 40})
-    logits = {i: torch.cat([logits[i], part]) for i, part in batch.step({}, decodes=[1, 4]).items()}
+    batch = PagedBatch(model, sequences, block_size=16)
+    steps = [batch.step({1: 20, 4: 40}), batch.step({}, decodes=[1, 4])]
     reference = reference_model(checkpoint)
-    for i, part in logits.items():
+    for i in (1, 4):
+        part = torch.cat([step[i] for step in steps])
         expected = reference_logits(reference, sequences[i])[: len(part)]
         torch.testing.assert_close(part.cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -99,14 +99,7 @@ def logits(group: ParallelGroup, directories: list[Path]) -> list[torch.Tensor]:
         sequences = [
             torch.randint(model.config.vocab_size, (n,), generator=generator).tolist() for n in (9, 30)
         ]
-        batch = PagedBatch(
-            model,
-            choose(),
-            sequences,
-            block_size=4,
-            num_q_heads=heads.num_q_heads,
-            num_kv_heads=heads.num_kv_heads,
-        )
+        batch = PagedBatch(model, sequences, block_size=4, num_kv_heads=heads.num_kv_heads)
         prefilled, decoded = batch.step({0: 8, 1: 29}), batch.step({}, decodes=[0, 1])
         results.append(torch.cat([*prefilled.values(), *decoded.values()]))
     return results
