@@ -89,9 +89,7 @@ class EngineSetup:
     def prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
         """Random token ids, no two prompts alike: lengths are exact, and nothing is shared by chance."""
         rng = random.Random(seed)
-        return [
-            [rng.randrange(self.model_config.vocab_size) for _ in range(length)] for length in lengths
-        ]
+        return [[rng.randrange(self.model_config.vocab_size) for _ in range(length)] for length in lengths]
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
@@ -170,7 +168,9 @@ def time_decode_steps(llm: LLM, prompts: list[list[int]], num_steps: int, warm_u
                 if output.request_id in index:
                     token_ids[index[output.request_id]] = list(output.token_ids)
                     if output.finish_reason is not None:
-                        raise RuntimeError(f"a request ended early: {output.finish_reason} {output.error or ''}")
+                        raise RuntimeError(
+                            f"a request ended early: {output.finish_reason} {output.error or ''}"
+                        )
             last = llm.engine.last_step
             num_preemptions += last.num_preempted
             if last.num_prefill_tokens or last.num_decode_tokens < len(prompts):
@@ -209,7 +209,9 @@ class GreedyReference:
     logits: list[torch.Tensor]
 
 
-def greedy_reference(setup: EngineSetup, lengths: Sequence[int], num_tokens: int, seed: int) -> GreedyReference:
+def greedy_reference(
+    setup: EngineSetup, lengths: Sequence[int], num_tokens: int, seed: int
+) -> GreedyReference:
     """Greedy continuations of random prompts by the plain reference kernels over torch operations."""
     from engine import SamplingParams
 
@@ -244,7 +246,7 @@ class GreedyCheck:
 
 
 def check_greedy(llm: LLM, reference: GreedyReference, dtype: str) -> GreedyCheck:
-    """Generate the reference's prompts in one batch and compare token by token, up to each prompt's first difference."""
+    """Generate the reference's prompts in one batch and compare each up to its first difference."""
     from engine import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=len(reference.token_ids[0]), ignore_eos=True)
@@ -282,6 +284,6 @@ def check_last_token(llm: LLM, run: DecodeRun, dtype: str) -> str | None:
 
 
 def margin(logits: torch.Tensor, token: int) -> float:
-    """How far a token's logit lies below the best, in standard deviations of the row [vocab_size]; inf if not finite."""
+    """How far a token's logit lies below the best, in standard deviations of logits [vocab_size]; inf if not finite."""
     gap = ((logits.max() - logits[token]) / logits.std()).item()
     return gap if gap == gap else float("inf")
