@@ -121,7 +121,8 @@ def locate(
 ) -> tuple[ModuleError | None, ModuleError | None]:
     """Compare the networks module by module at the position whose logits choose continuation's last token.
 
-    Returns the first module beyond tolerance, or None, and the one with the largest error.
+    Returns the first module beyond tolerance, or None, and the one with the largest error; two Nones if no module's
+    output could be seen.
     """
     names = module_names(llm.model.config.num_layers)
     own = capture(
@@ -134,4 +135,5 @@ def locate(
         reference.modules(), names, lambda: reference.forced_logits(prompt_ids, continuation), batched=True
     )
     errors = module_errors(theirs, own, names)
-    return first_beyond(errors, tolerance.activation), max(errors, key=lambda error: error.rel_err)
+    largest = max(errors, key=lambda error: error.rel_err, default=None)
+    return first_beyond(errors, tolerance.activation), largest

@@ -117,6 +117,8 @@ def compact(table: pd.DataFrame) -> pd.DataFrame:
     """The table for the eye: text, constant columns dropped, intervals beside their medians."""
     if table.empty:
         return table
+    if "fastest" not in table:  # a suite with a summary of its own, where speed is not the question
+        return table.map(lambda value: _number(value) if isinstance(value, float) else _text(value))
     shown: dict[str, list[str]] = {}
     for name in (*KEYS[1:], "variant"):
         if name in table and (name == "variant" or not _follows(table, name)):
@@ -149,7 +151,7 @@ def _follows(table: pd.DataFrame, name: str) -> bool:
 
 def reasons(table: pd.DataFrame) -> list[str]:
     """Why lines have no time, each reason once, with the number of lines it explains."""
-    if table.empty:
+    if table.empty or "error" not in table:
         return []
     without = table[table["error"].notna()]
     counts = without.groupby(["status", "error"], sort=False).size()

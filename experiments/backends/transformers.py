@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.execution.loader import load_model
+from engine.layers.attention_metadata import KernelChoice
+from engine.models.checkpoint import resolve_model
+from engine.models.config import ARCHITECTURES, ModelConfig
 from engine.models.decoder import Decoder
+from engine.parallel.group import ParallelGroup
 from engine.transformers_guard import import_transformers
+from kernels import decode, prefill
 
 
 class TransformersReference:
@@ -65,6 +71,29 @@ class TransformersReference:
                 parameter.copy_(own[name])
         return cls(model)
 
+    @classmethod
+    def from_dummy(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        drawn_as: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> TransformersReference:
+        """The model of `config` with the dummy weights that an engine of that seed and dtype `drawn_as` draws."""
+        kernels = KernelChoice(decode.get("torch"), prefill.get("torch"), use_triton=False)
+        decoder = load_model(
+            resolve_model(config, "dummy"),
+            load_format="dummy",
+            device=device,
+            dtype=drawn_as,
+            group=ParallelGroup.single(),
+            kernels=kernels,
+            seed=seed,
+        )
+        return cls.from_decoder(config, decoder, dtype=dtype)
+
     @torch.inference_mode()
     def generate(
         self, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()
@@ -112,6 +141,4 @@ class TransformersReference:
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
-    from engine.models.config import ARCHITECTURES, ModelConfig
-
     return ARCHITECTURES[ModelConfig.from_hf(config).architecture].model_type

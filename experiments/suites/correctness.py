@@ -8,6 +8,7 @@ they differ, the modules of both are compared in order at the first such token.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.records import Row
-from experiments.settings import Settings, Variant
+from experiments.settings import Settings
 from experiments.suites import options
 from experiments.suites.protocol import Point, PointContext, Suite
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
-    from engine import LLM
     from engine.models.checkpoint import ModelSource
     from experiments.agreement import Tolerance
+    from experiments.backends.engine import EngineSetup
     from experiments.backends.transformers import TransformersReference
     from experiments.prompt_check import PromptCheck
 
@@ -60,6 +61,7 @@ class CorrectnessOptions:
     interpreted_prompts: int
     interpreted_output_len: int
     max_prompt_len: int = 48
+    tensor_parallel: Any = (1,)
     prompts: Sequence[str] | None = None
     ignore_eos: bool = False
     top_k: int = 10
@@ -71,6 +73,9 @@ class CorrectnessOptions:
         names = ("num_prompts", "output_len", "interpreted_prompts", "interpreted_output_len")
         for name in (*names, "max_prompt_len", "top_k"):
             options.positive(name, getattr(self, name))
+        object.__setattr__(
+            self, "tensor_parallel", options.positives("tensor_parallel", self.tensor_parallel)
+        )
         options.flag("ignore_eos", self.ignore_eos)
         if self.reference_dtype is not None:
             options.choices("reference_dtype", self.reference_dtype, options.DTYPES)
@@ -115,72 +120,80 @@ class CorrectnessSuite(Suite):
     }
 
     def points(self, settings: Settings) -> list[Point]:
-        bench: CorrectnessOptions = self.parse_options(settings)
-        return [
-            Point(self.name, self._params(settings, bench, variant), True) for variant in settings.variants
-        ]
+        from experiments.backends.engine import EngineSetup
 
-    def _params(self, settings: Settings, bench: CorrectnessOptions, variant: Variant) -> dict[str, Any]:
-        if variant.options:
-            raise ValueError(f"attention.{variant.name} has kernel options; the engine takes none")
-        model = settings.model
-        return {
-            **vars(bench),
-            "prompts": None if bench.prompts is None else list(bench.prompts),
-            "level": "workload",
-            "variant": variant.name,
-            "decode_attention": variant.decode,
-            "prefill_attention": variant.prefill or settings.engine["prefill_attention"],
-            "model": model.name,
-            "model_argument": model.argument,
-            "load_format": model.load_format,
-            "dtype": model.dtype,
-            "engine": {k: v for k, v in settings.engine.items() if k != "prefill_attention"},
-            "tp": 1,
-            "seed": settings.seed,
-        }
+        bench: CorrectnessOptions = self.parse_options(settings)
+        points = []
+        for tp, variant in itertools.product(bench.tensor_parallel, settings.variants):
+            params = EngineSetup(settings, variant, tp).columns() | {
+                "level": "workload",
+                "seed": settings.seed,
+                "model_config": settings.model.argument,
+                "engine": dict(settings.engine),
+                "variant_options": dict(variant.options),
+                "bench": {name: value for name, value in vars(bench).items() if name != "tensor_parallel"},
+            }
+            points.append(Point(self.name, params, on_engine=True))
+        return points
 
     def run(self, point: Point, context: PointContext) -> list[Row]:
-        import torch
-
+        from engine import SamplingParams
         from engine.models.checkpoint import resolve_model
+        from experiments.backends.engine import EngineSetup
         from experiments.interpreter import is_interpreted
+        from experiments.prompt_check import check_prompt
 
-        bench: CorrectnessOptions = self.parse_options(context.settings)
-        source = resolve_model(point.params["model_argument"], point.params["load_format"])
-        prompts, prompt_source = _prompts(source, point, bench)
-        with _make_llm(point, context, prompts, bench.output_len) as llm:
-            dtype = _name(llm.model.norm.weight.dtype)
-            tolerance = _tolerance(dtype, bench)
-            output_len = bench.output_len
+        settings = context.settings
+        bench: CorrectnessOptions = self.parse_options(settings)
+        variant = next(v for v in settings.variants if v.name == point.params["variant"])
+        setup = EngineSetup(settings, variant, point.params["tp"])
+        source = resolve_model(settings.model.argument, settings.model.load_format)
+        prompts, prompt_source = _prompts(settings, source, bench)
+        output_len = bench.output_len
+        options = {}
+        if settings.engine["num_kv_blocks"] is None:
+            # What these prompts can use and no more, so that there is room for the reference beside it.
+            lengths = [len(prompt) + output_len for prompt in prompts]
+            options["num_kv_blocks"] = sum(-(-length // settings.engine["block_size"]) for length in lengths)
+        with setup.open(**options) as llm:
             if is_interpreted(lambda: llm.forced_logits([0], [0, 0])):
                 prompts, output_len = prompts[: bench.interpreted_prompts], bench.interpreted_output_len
-            reference_dtype = bench.reference_dtype or dtype
-            with _make_reference(llm, source, point, getattr(torch, reference_dtype)) as reference:
-                checks = _check_all(llm, reference, prompts, output_len, source, bench, tolerance)
-            shared = {
-                "dtype": dtype,
-                "reference_dtype": reference_dtype,
-                "prompt_source": prompt_source,
-                "block_size": llm.config.block_size,
-                "num_q_heads": source.config.num_q_heads,
-                "num_kv_heads": source.config.num_kv_heads,
-                "head_dim": source.config.head_dim,
-                "batch_size": len(prompts),
-                "output_len": output_len,
-            }
+            with _reference(setup, source, context.device, bench) as reference:
+                params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=bench.ignore_eos)
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                eos = () if bench.ignore_eos else source.eos_token_ids
+                tolerance = _tolerance(setup.dtype, bench)
+                checks = [
+                    check_prompt(
+                        llm,
+                        reference,
+                        prompt,
+                        reference.generate(prompt, output_len, eos),
+                        output,
+                        tolerance,
+                        top_k=bench.top_k,
+                    )
+                    for prompt, output in zip(prompts, outputs)
+                ]
+        shared = {
+            "reference_dtype": bench.reference_dtype or setup.dtype_name,
+            "prompt_source": prompt_source,
+            "batch_size": len(prompts),
+            "output_len": output_len,
+        }
         return [
             context.row(point, **(shared | _values(i, prompt, check, bench.top_k)))
             for i, (prompt, check) in enumerate(zip(prompts, checks))
         ]
 
     def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """A line a variant: counts over its prompts, and the worst of each measure."""
+        """A line a variant and number of ranks: counts over its prompts, and the worst of each measure."""
         lines = []
-        for variant, group in rows.groupby("variant", sort=False, dropna=False):
+        for (tp, variant), group in rows.groupby(["tp", "variant"], sort=False, dropna=False):
             told = group["error"].dropna().tolist() + group["note"].dropna().tolist()
             lines.append(
                 {
+                    "tp": tp,
                     "variant": variant,
                     "model": group["model"].iloc[0],
                     "dtype": group["dtype"].iloc[0],
@@ -228,12 +241,14 @@ class CorrectnessSuite(Suite):
         return {"logprob_difference": figure}
 
 
-def _prompts(source: ModelSource, point: Point, bench: CorrectnessOptions) -> tuple[list[list[int]], str]:
+def _prompts(
+    settings: Settings, source: ModelSource, bench: CorrectnessOptions
+) -> tuple[list[list[int]], str]:
     """Token ids of the prompts and what they are: texts, by the chat template if there is one, or random ids."""
     from engine.tokenizer import load_tokenizer
 
     tokenizer = None
-    if point.params["load_format"] != "dummy":
+    if settings.model.load_format != "dummy":
         try:
             tokenizer = load_tokenizer(None, source)
         except ValueError:
@@ -242,7 +257,7 @@ def _prompts(source: ModelSource, point: Point, bench: CorrectnessOptions) -> tu
     if tokenizer is None:
         if bench.prompts is not None:
             raise ValueError("bench.prompts needs a model with trained weights and a tokenizer")
-        rng, vocab_size = random.Random(point.params["seed"]), source.config.vocab_size
+        rng, vocab_size = random.Random(settings.seed), source.config.vocab_size
         lengths = [rng.randint(1, bench.max_prompt_len) for _ in range(bench.num_prompts)]
         return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths], "random ids"
     texts = bench.prompts or [PROMPTS[i % len(PROMPTS)] for i in range(bench.num_prompts)]
@@ -251,76 +266,33 @@ def _prompts(source: ModelSource, point: Point, bench: CorrectnessOptions) -> tu
     return [tokenizer.encode(text) for text in texts], "text"
 
 
-def _make_llm(point: Point, context: PointContext, prompts: Sequence[Sequence[int]], output_len: int) -> LLM:
-    from engine import LLM
-
-    params = point.params
-    engine = dict(params["engine"])
-    if engine.get("num_kv_blocks") is None:
-        # What these prompts can use and no more, so that there is room for the reference beside it.
-        lengths = [len(prompt) + output_len for prompt in prompts]
-        engine["num_kv_blocks"] = sum(-(-length // engine["block_size"]) for length in lengths)
-    return LLM(
-        params["model_argument"],
-        device=context.settings.device,
-        dtype=params["dtype"],
-        load_format=params["load_format"],
-        seed=params["seed"],
-        decode_attention=params["decode_attention"],
-        prefill_attention=params["prefill_attention"],
-        skip_tokenizer_init=True,
-        **engine,
-    )
-
-
-def _make_reference(llm: LLM, source: ModelSource, point: Point, dtype: torch.dtype) -> TransformersReference:
-    """From the checkpoint by Transformers' own loader; where there is none, with the engine's dummy weights."""
-    from experiments.backends.transformers import TransformersReference
-
-    if point.params["load_format"] != "dummy":
-        assert source.path is not None
-        return TransformersReference.from_directory(source.path, dtype=dtype, device=llm.runner.device)
-    config = point.params["model_argument"]
-    if source.path is not None:
-        config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    return TransformersReference.from_decoder(config, llm.model, dtype=dtype)
-
-
-def _check_all(
-    llm: LLM,
-    reference: TransformersReference,
-    prompts: Sequence[list[int]],
-    output_len: int,
-    source: ModelSource,
-    bench: CorrectnessOptions,
-    tolerance: Tolerance,
-) -> list[PromptCheck]:
-    from engine import SamplingParams
-    from experiments.prompt_check import check_prompt
-
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=bench.ignore_eos)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    eos = () if bench.ignore_eos else source.eos_token_ids
-    checks = []
-    for prompt, output in zip(prompts, outputs):
-        expected = reference.generate(prompt, output_len, eos)
-        checks.append(check_prompt(llm, reference, prompt, expected, output, tolerance, top_k=bench.top_k))
-    return checks
-
-
-def _tolerance(dtype: str, bench: CorrectnessOptions) -> Tolerance:
+def _reference(
+    setup: EngineSetup, source: ModelSource, device: torch.device, bench: CorrectnessOptions
+) -> TransformersReference:
+    """From the checkpoint by Transformers' own loader; where there is none, with the weights of the same seed."""
     import torch
 
-    from experiments.agreement import TOLERANCES
+    from experiments.backends.transformers import TransformersReference
 
-    stated = {"margin": bench.margin_tolerance, "logprob": bench.logprob_tolerance}
-    return replace(
-        TOLERANCES[getattr(torch, dtype)], **{name: v for name, v in stated.items() if v is not None}
+    dtype = setup.dtype if bench.reference_dtype is None else getattr(torch, bench.reference_dtype)
+    model = setup.settings.model
+    if model.load_format != "dummy":
+        assert source.path is not None
+        return TransformersReference.from_directory(source.path, dtype=dtype, device=device)
+    config = model.config
+    if source.path is not None:
+        config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+    assert config is not None
+    return TransformersReference.from_dummy(
+        config, drawn_as=setup.dtype, dtype=dtype, device=device, seed=setup.settings.seed
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _tolerance(dtype: torch.dtype, bench: CorrectnessOptions) -> Tolerance:
+    stated = {"margin": bench.margin_tolerance, "logprob": bench.logprob_tolerance}
+    from experiments.agreement import TOLERANCES
+
+    return replace(TOLERANCES[dtype], **{name: value for name, value in stated.items() if value is not None})
 
 
 def _values(index: int, prompt: Sequence[int], check: PromptCheck, top_k: int) -> dict[str, Any]:
