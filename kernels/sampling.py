@@ -14,7 +14,8 @@ A row with temperature 0 takes its likeliest token, the lowest id on a tie.
 Probabilities are held as integers: exp((logit - max) / temperature), computed in fp64, in units of
 2^-(62 - bits of vocab_size): 2^-44 for 151,936 tokens. Their sums are exact in any order, so a row's result
 depends neither on its neighbours nor on how a device splits a sum, cumulative sums never fall, and a token
-of probability 0 is never drawn. What is below a unit counts as 0.
+of probability 0 is never drawn. What is below a unit counts as 0. kernels/sampling_triton.py follows the same
+rule without a sort.
 """
 
 from collections.abc import Iterator
@@ -22,13 +23,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels import sampling_triton
+
 # Rows are sampled in pieces of about this many logits, to bound the fp64 and int64 scratch (64 MB each).
 PIECE_ELEMENTS = 1 << 23
 
 
-def greedy(logits: Tensor) -> Tensor:
+def greedy(logits: Tensor, *, use_triton: bool = False) -> Tensor:
     """The likeliest id of each row, the lowest on a tie: [rows, vocab_size] to [rows] int64."""
-    return logits.argmax(dim=-1)
+    return sampling_triton.greedy(logits) if use_triton else logits.argmax(dim=-1)
 
 
 def finite_rows(logits: Tensor) -> Tensor:
@@ -49,23 +52,45 @@ def filtered_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     return probs.masked_fill_(~finite_rows(logits)[:, None], float("nan"))
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    uniform: Tensor,
+    *,
+    use_triton: bool = False,
+) -> Tensor:
     """One id a row, [rows] int64, by the rule above.
 
     logits: [rows, vocab_size], any floating dtype; -inf forbids a token.
     temperature: [rows], 0 for greedy, else positive. top_k: [rows] integers. top_p: [rows], above 0.
     uniform: [rows] float64 in [0, 1), a row's only source of chance; unused where it is greedy.
 
-    The parameters may stay on the host: which rows are drawn and which are sorted is decided there, and
+    The parameters may stay on the host: which rows are drawn and which are filtered is decided there, and
     then no device is waited for. A row that is not finite gets some id: ask `finite_rows` about it.
+    use_triton is the faster path on a GPU, where no row is sorted; its exponentials are fp32.
     """
     _check(logits, temperature, top_k, top_p)
     if uniform.shape != logits.shape[:1] or uniform.dtype != torch.float64:
         raise ValueError(
             f"uniform must be [{logits.shape[0]}] float64, got shape {tuple(uniform.shape)} {uniform.dtype}"
         )
-    ids = greedy(logits)
     uniform = uniform.to(logits.device)
+    if use_triton:
+        drawn, has_top_k, has_top_p = _row_kinds(temperature, top_k, top_p, logits.shape[1])
+        if not drawn.any():
+            return greedy(logits, use_triton=True)
+        return sampling_triton.sample(
+            logits,
+            temperature.to(logits.device),
+            top_k.to(logits.device),
+            top_p.to(logits.device),
+            uniform,
+            any_top_k=bool((drawn & has_top_k).any()),
+            any_top_p=bool((drawn & has_top_p).any()),
+        )
+    ids = greedy(logits)
     for rows, weights in _drawn_weights(logits, temperature, top_k, top_p):
         cumulative = weights.cumsum(-1)
         total = cumulative[:, -1:]
@@ -90,14 +115,21 @@ def _check(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) ->
             )
 
 
+def _row_kinds(
+    temperature: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[rows] bool each: drawn at all, top_k on, top_p on."""
+    return temperature > 0, (top_k > 0) & (top_k < vocab_size), top_p < 1
+
+
 def _drawn_weights(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(rows, integer weights of their tokens) in pieces that cover the rows with temperature above 0."""
     device, vocab_size = logits.device, logits.shape[1]
-    drawn = temperature > 0
-    filtered = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1)
-    kinds = [(row, bool(f)) for row, (d, f) in enumerate(zip(drawn.tolist(), filtered.tolist())) if d]
+    drawn, has_top_k, has_top_p = _row_kinds(temperature, top_k, top_p, vocab_size)
+    filtered = (has_top_k | has_top_p).tolist()
+    kinds = [(row, filtered[row]) for row, is_drawn in enumerate(drawn.tolist()) if is_drawn]
     temperature, top_k, top_p = temperature.to(device), top_k.to(device), top_p.to(device)
     for sort in (False, True):
         chosen = [row for row, needs_sort in kinds if needs_sort == sort]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import activation, kv_write, norm, rope
+from kernels import activation, kv_write, norm, rope, sampling_triton
 from kernels.activation import silu_mul
 from kernels.kv_write import write_kv
 from kernels.norm import add_rms_norm, rms_norm
@@ -191,6 +191,60 @@ def test_sampling_agrees_with_the_cpu():
     assert torch.equal(sample(logits, *args, uniform).cpu(), sample(logits.cpu(), *args, uniform))
     probs = filtered_probs(logits, *args)
     torch.testing.assert_close(probs.cpu(), filtered_probs(logits.cpu(), *args), atol=1e-7, rtol=1e-6)
+
+
+def edge_distance(logits, ids, args, uniform):
+    """How far the uniform number lies outside the chosen token's interval of the exact distribution."""
+    cumulative = filtered_probs(logits, *args).double().cumsum(1)
+    upper = cumulative.gather(1, ids[:, None])[:, 0] / cumulative[:, -1]
+    previous = cumulative.gather(1, (ids - 1).clamp(min=0)[:, None])[:, 0] / cumulative[:, -1]
+    lower = torch.where(ids > 0, previous, 0.0)
+    return torch.maximum(lower - uniform, uniform - upper).clamp(min=0).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(-1, 1.0), (50, 1.0), (-1, 0.9), (1000, 0.95), (1, 1.0), (-1, 0.9999999)]
+)
+def test_sampling_without_a_sort(dtype, top_k, top_p):
+    """The drawn token's interval holds the uniform number, but for rounding in fp32."""
+    rows = 64
+    logits = random(rows, 151_936, dtype=dtype, scale=3)
+    args = parameters(rows, 0.9, top_k, top_p)
+    uniform = torch.linspace(0, 1 - 1e-9, rows, dtype=torch.float64)
+    ids = sample(logits, *args, uniform, use_triton=True)
+    assert (ids == sample(logits, *args, uniform)).float().mean() > 0.95
+    on_device = [parameter.cuda() for parameter in args]
+    assert edge_distance(logits, ids, on_device, uniform.cuda()) < 2e-5
+    for row in range(0, rows, 7):
+        one = slice(row, row + 1)
+        alone = sample(logits[one], *(p[one] for p in args), uniform[one], use_triton=True)
+        assert torch.equal(alone, ids[one])
+
+
+def test_greedy_without_torch():
+    logits = random(9, 151_936, dtype=torch.bfloat16)
+    assert torch.equal(greedy(logits, use_triton=True), greedy(logits))
+    logits[:, [5, 70_000, 150_000]] = 99.0
+    assert greedy(logits, use_triton=True).tolist() == [5] * 9
+
+
+def test_sampling_can_be_captured():
+    logits = random(4, 151_936, dtype=torch.bfloat16, scale=3)
+    args = [p.cuda() for p in parameters(4, 0.8, 50, 0.9)]
+    uniform = torch.zeros(4, dtype=torch.float64, device="cuda")
+
+    def run():
+        return sampling_triton.sample(logits, *args, uniform, any_top_k=True, any_top_p=True)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for value in (0.1, 0.9):
+        uniform.fill_(value)
+        graph.replay()
+        assert torch.equal(captured, run())
 
 
 def test_ties_rank_by_id_however_the_device_sorts():
