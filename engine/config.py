@@ -39,6 +39,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling: Literal["mixed", "prefill_first"] = "mixed"
+    overlap_scheduling: bool | Literal["auto"] = "auto"
     record_token_times: bool = False
 
     def __post_init__(self) -> None:
@@ -55,8 +56,9 @@ class EngineConfig:
         _check_choice("scheduling", self.scheduling, ("mixed", "prefill_first"))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
-        if self.use_triton not in (True, False, "auto"):
-            raise ValueError(f"use_triton must be True, False or 'auto', got {self.use_triton!r}")
+        for name in ("use_triton", "overlap_scheduling"):
+            if getattr(self, name) not in (True, False, "auto"):
+                raise ValueError(f"{name} must be True, False or 'auto', got {getattr(self, name)!r}")
         utilization = self.gpu_memory_utilization
         if (
             isinstance(utilization, bool)
@@ -89,6 +91,10 @@ class EngineConfig:
         if index >= count:
             raise ValueError(f"device is {name!r}, but {count} CUDA device(s) are visible")
         return torch.device("cuda", index)
+
+    def resolve_overlap(self, device: torch.device) -> bool:
+        """Whether the host works on one step while the device runs the next."""
+        return device.type == "cuda" if self.overlap_scheduling == "auto" else bool(self.overlap_scheduling)
 
     def resolve_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of weights, activations and KV: the one asked for, or the checkpoint's own."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import xxhash
+
 from engine.config import EngineConfig
 from engine.detokenizer import IncrementalDetokenizer
 from engine.outputs import EngineTotals, RequestMetrics, RequestOutput, StepStats
@@ -14,16 +16,28 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Schedule, ScheduledRequest, Scheduler
-from engine.scheduling.step import SampledToken, StepInput, sequence_row, uniform_draw
+from engine.scheduling.step import SampledToken, StepInput, build_step
 
 if TYPE_CHECKING:
     from engine.tokenizer import Tokenizer
 
 
-class Executor(Protocol):
-    """What runs a step: one token for each row that samples, in the order of step.rows."""
+class PendingTokens(Protocol):
+    """A launched step's result: result() waits for it, one token for each row that samples, in the step's order."""
 
-    def execute(self, step: StepInput) -> list[SampledToken]: ...
+    def result(self) -> list[SampledToken]: ...
+
+
+class Executor(Protocol):
+    """What runs steps, in the order they are launched; launch returns as soon as the work is under way."""
+
+    def launch(self, step: StepInput) -> PendingTokens: ...
+
+
+@dataclass(frozen=True)
+class _Launched:
+    schedule: Schedule
+    pending: PendingTokens
 
 
 @dataclass
@@ -42,7 +56,11 @@ class _Tracked:
 class EngineCore:
     """Requests in, tokens out, one step at a time.
 
-    vocab_size, max_model_len, eos_token_ids: the model's; clock: seconds, replaceable in tests.
+    With overlap, a step is launched before the result of the one before it is collected: the host schedules and
+    collects while the device computes. A decode row's token then never visits the host on its way to the next step,
+    and a request that ends by a stop id or string has run one token too many, which is dropped.
+
+    vocab_size, max_model_len, eos_token_ids: the model's; overlap: see above; clock: seconds, replaceable in tests.
     """
 
     def __init__(
@@ -55,6 +73,7 @@ class EngineCore:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
+        overlap: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
@@ -63,6 +82,7 @@ class EngineCore:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.overlap = overlap
         self.clock = clock
         self.block_manager = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
@@ -77,6 +97,7 @@ class EngineCore:
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[RequestOutput] = []
         """Outputs of requests that ended between steps, for the next step to report."""
+        self._in_flight: _Launched | None = None
         self._num_arrivals = 0
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -149,7 +170,7 @@ class EngineCore:
 
     def _stream_seed(self, arrival: int) -> int:
         """A stream of its own for a request without a seed: the engine's seed and the order of arrival."""
-        return int(uniform_draw(self.config.seed, arrival) * 2**53)
+        return xxhash.xxh3_64_intdigest(f"{self.config.seed}/{arrival}".encode())
 
     def abort(self, request_id: str, *, report: bool = True) -> None:
         """End a request with finish_reason "abort"; the next step() reports it, with what it had (unless report=False).
@@ -183,25 +204,38 @@ class EngineCore:
         return ended + [self._output(tracked) for tracked in self._advance() if tracked.request.finish_reason]
 
     def _advance(self) -> list[_Tracked]:
-        if not self.scheduler.has_requests:
-            return []
+        """Launch a step, collect one, and return the requests that got a token or ended."""
         start = self.clock()
-        schedule = self.scheduler.schedule()
-        step = StepInput(
-            decodes=tuple(sequence_row(s.request, s.num_tokens) for s in schedule.decodes),
-            prefills=tuple(sequence_row(s.request, s.num_tokens) for s in schedule.prefills),
-        )
-        tokens = iter(self.executor.execute(step))
-        end = self.clock()
-        changed = []
-        for scheduled, row in zip(schedule.requests, step.rows):
-            self.scheduler.complete(scheduled)
-            if row.sampling is not None:
-                changed.append(self._collect(scheduled, next(tokens), end))
-        self._count(schedule, end - start)
+        launched = self._launch() if self.scheduler.has_requests else None
+        if self.overlap:
+            launched, self._in_flight = self._in_flight, launched
+        changed = self._collect(launched) if launched is not None else []
+        if not self.scheduler.has_requests:
+            self._in_flight = None  # at most rows of requests that have ended
+        if launched is not None:
+            self._count(launched.schedule, self.clock() - start)
         return changed
 
-    def _collect(self, scheduled: ScheduledRequest, token: SampledToken, now: float) -> _Tracked:
+    def _launch(self) -> _Launched | None:
+        schedule = self.scheduler.schedule()
+        if not schedule.requests:
+            return None
+        return _Launched(schedule, self.executor.launch(build_step(schedule)))
+
+    def _collect(self, launched: _Launched) -> list[_Tracked]:
+        tokens = iter(launched.pending.result())
+        now = self.clock()
+        changed = []
+        for scheduled in launched.schedule.requests:
+            token = next(tokens) if scheduled.samples else None
+            if scheduled.request.finish_reason is not None:
+                continue  # it ended while this step was under way
+            self.scheduler.publish(scheduled)
+            if token is not None:
+                changed.append(self._take(scheduled, token, now))
+        return changed
+
+    def _take(self, scheduled: ScheduledRequest, token: SampledToken, now: float) -> _Tracked:
         """Give a request its sampled token, and end it if that was the last."""
         request = scheduled.request
         tracked = self._tracked[request.request_id]
@@ -239,7 +273,7 @@ class EngineCore:
 
     def _count(self, schedule: Schedule, duration_s: float) -> None:
         self.last_step = StepStats(
-            num_prefill_tokens=sum(s.num_tokens for s in schedule.prefills),
+            num_prefill_tokens=sum(s.end - s.start for s in schedule.prefills),
             num_decode_tokens=len(schedule.decodes),
             num_requests=len(schedule.requests),
             num_preempted=len(schedule.preempted),

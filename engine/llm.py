@@ -46,6 +46,7 @@ class LLM:
     enable_prefix_caching, enable_chunked_prefill: see BlockManager and Scheduler. scheduling: "mixed" (decodes and
         prefill chunks in one step) or "prefill_first".
     skip_tokenizer_init: token ids in, token ids out; text stays empty.
+    overlap_scheduling: schedule and collect on the host while the device runs the next step; "auto": on a CUDA device.
     record_token_times: keep the time of every token in RequestOutput.metrics.token_times.
 
     Raises ValueError, naming the field, the value and the limit. A context manager; close() frees the memory.
@@ -75,6 +76,7 @@ class LLM:
         enable_chunked_prefill: bool = True,
         scheduling: Literal["mixed", "prefill_first"] = "mixed",
         skip_tokenizer_init: bool = False,
+        overlap_scheduling: bool | Literal["auto"] = "auto",
         record_token_times: bool = False,
     ) -> None:
         self.config = EngineConfig(
@@ -96,6 +98,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             scheduling=scheduling,
+            overlap_scheduling=overlap_scheduling,
             record_token_times=record_token_times,
         )
         if tensor_parallel_size > 1:
@@ -112,6 +115,7 @@ class LLM:
             vocab_size=source.config.vocab_size,
             max_model_len=self.runner.max_model_len,
             eos_token_ids=source.eos_token_ids,
+            overlap=self.config.resolve_overlap(torch_device),
             tokenizer=None if skip_tokenizer_init else load_tokenizer(tokenizer, source),
         )
 
@@ -239,7 +243,7 @@ class LLM:
             )
         blocks.admit(request, [])
         try:
-            return self.runner.forced_logits(list(token_ids), len(prompt_token_ids), request.block_table)
+            return self.runner.forced_logits(token_ids, len(prompt_token_ids), request.block_table)
         finally:
             blocks.free(request)
 

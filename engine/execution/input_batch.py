@@ -1,16 +1,17 @@
-"""The tensors of one step, built from its rows."""
+"""The tensors of one step, built from the state on the device and the chunks that the step brings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine.execution.batch_state import BatchState
+from engine.execution.upload import upload
 from engine.layers.attention_metadata import AttentionMetadata, KernelChoice
-from engine.scheduling.step import SequenceRow, StepInput
+from engine.scheduling.step import Chunk
 from kernels.decode import DecodeProblem
 from kernels.prefill import PrefillProblem
 
@@ -53,75 +54,124 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class InputBatch:
-    """input_ids, positions: [num_tokens] int64. sample_index: [num_sampled] int64, the tokens whose logits are
-    sampled, in the order of the rows that have a sampling part."""
+class DecodeRows:
+    """One token a slot, from the state alone: all on the device, so that a CUDA graph can replay it.
+
+    input_ids, positions, slot_mapping: [rows] int64; block_table: [rows, max_blocks] int32; context_lens: [rows] int32.
+    Padding rows have position 0, slot_mapping -1 and context 0.
+    """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    sample_index: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+
+    @classmethod
+    def gather(cls, state: BatchState, slots: torch.Tensor, block_size: int) -> DecodeRows:
+        start = state.num_computed[slots]
+        positions = start.clamp(min=0)
+        return cls(
+            input_ids=state.newest[slots],
+            positions=positions,
+            slot_mapping=_slot_mapping(state, slots, positions, block_size).masked_fill_(start < 0, -1),
+            block_table=state.block_table[slots],
+            context_lens=(start + 1).int(),
+        )
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """The tokens of the chunks, one chunk after another.
+
+    input_ids, positions, slot_mapping: [tokens] int64. slots: [chunks] int64. ends: [chunks] int64, the sequence's
+    length with the chunk, and so its context. query_start_loc: [chunks + 1] int32.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    slots: torch.Tensor
+    ends: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int
+
+    @classmethod
+    def build(cls, state: BatchState, chunks: tuple[Chunk, ...], block_size: int) -> ChunkRows:
+        lens = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
+        starts = np.array([chunk.start for chunk in chunks], np.int64)
+        locs = np.concatenate([[0], np.cumsum(lens)])
+        input_ids, positions, slots, ends, row_of_token, query_start_loc = upload(
+            state.device,
+            np.concatenate([np.array(chunk.token_ids, np.int64) for chunk in chunks]),
+            np.arange(locs[-1]) - np.repeat(locs[:-1] - starts, lens),
+            [chunk.slot for chunk in chunks],
+            starts + lens,
+            np.repeat(np.arange(len(chunks)), lens),
+            locs,
+        )
+        return cls(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=_slot_mapping(state, slots[row_of_token], positions, block_size),
+            slots=slots,
+            ends=ends,
+            block_table=state.block_table[slots],
+            query_start_loc=query_start_loc.int(),
+            max_query_len=int(lens.max()),
+        )
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """A forward pass: input_ids, positions [num_tokens] int64, and what attention needs to know of them."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
     metadata: AttentionMetadata
 
 
-def build_input_batch(step: StepInput, shape: AttentionShape, kernels: KernelChoice) -> InputBatch:
-    """Lay out a step's tokens: one per decode row first, then the prefill chunks one after another."""
-    rows = step.rows
-    input_ids = np.fromiter((token for row in rows for token in row.token_ids), np.int64)
-    positions = np.concatenate([np.arange(row.start, row.start + len(row.token_ids)) for row in rows])
-    slots = np.concatenate([_slots(row, shape.block_size) for row in rows])
-    ends = np.cumsum([len(row.token_ids) for row in rows])
-    sample_index = ends[[row.sampling is not None for row in rows]] - 1
-
-    device = shape.device
-    decode_lens = [row.start + 1 for row in step.decodes]
-    decode_plan: dict[str, Any] = {}
-    decode_workspace = None
-    if step.decodes:
-        problem = shape.decode_problem(len(step.decodes), max(decode_lens))
-        decode_plan = kernels.decode.plan(problem)
-        decode_workspace = kernels.decode.workspace(problem, device)
-    query_lens = [len(row.token_ids) for row in step.prefills]
+def join_rows(
+    decodes: DecodeRows | None,
+    chunks: ChunkRows | None,
+    *,
+    shape: AttentionShape,
+    kernels: KernelChoice,
+    max_decode_context: int,
+) -> InputBatch:
+    """Decode rows first, then the chunks. max_decode_context: the longest context the decode kernel is planned for."""
+    parts = [rows for rows in (decodes, chunks) if rows is not None]
+    empty = torch.empty(0, dtype=torch.int32, device=shape.device)
+    plan: dict[str, Any] = {}
+    workspace = None
+    if decodes is not None:
+        problem = shape.decode_problem(len(decodes.input_ids), max_decode_context)
+        plan, workspace = kernels.decode.plan(problem), kernels.decode.workspace(problem, shape.device)
     metadata = AttentionMetadata(
-        slot_mapping=_to_device(slots, torch.int64, device),
-        num_decodes=len(step.decodes),
-        decode_block_table=_block_table(step.decodes, device),
-        decode_context_lens=_to_device(decode_lens, torch.int32, device),
-        decode_plan=decode_plan,
-        decode_workspace=decode_workspace,
-        num_prefill_tokens=sum(query_lens),
-        prefill_block_table=_block_table(step.prefills, device),
-        prefill_context_lens=_to_device(
-            [r.start + len(r.token_ids) for r in step.prefills], torch.int32, device
-        ),
-        query_start_loc=_to_device(np.concatenate([[0], np.cumsum(query_lens)]), torch.int32, device),
-        max_query_len=max(query_lens, default=0),
+        slot_mapping=_join([rows.slot_mapping for rows in parts]),
+        num_decodes=len(decodes.input_ids) if decodes else 0,
+        decode_block_table=decodes.block_table if decodes else empty[None, :],
+        decode_context_lens=decodes.context_lens if decodes else empty,
+        decode_plan=plan,
+        decode_workspace=workspace,
+        num_prefill_tokens=len(chunks.input_ids) if chunks else 0,
+        prefill_block_table=chunks.block_table if chunks else empty[None, :],
+        prefill_context_lens=chunks.ends.int() if chunks else empty,
+        query_start_loc=chunks.query_start_loc if chunks else empty,
+        max_query_len=chunks.max_query_len if chunks else 0,
     )
     return InputBatch(
-        _to_device(input_ids, torch.int64, device),
-        _to_device(positions, torch.int64, device),
-        _to_device(sample_index, torch.int64, device),
-        metadata,
+        _join([rows.input_ids for rows in parts]), _join([rows.positions for rows in parts]), metadata
     )
 
 
-def _slots(row: SequenceRow, block_size: int) -> np.ndarray:
-    """Where each of the row's tokens writes its KV: block * block_size + offset."""
-    positions = np.arange(row.start, row.start + len(row.token_ids))
-    blocks = np.asarray(row.block_table, np.int64)
-    return blocks[positions // block_size] * block_size + positions % block_size
+def _slot_mapping(
+    state: BatchState, slots: torch.Tensor, positions: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """[tokens] int64: where each token, of its slot's sequence, writes its KV: block * block_size + offset."""
+    return state.block_table[slots, positions // block_size].long() * block_size + positions % block_size
 
 
-def _block_table(rows: Sequence[SequenceRow], device: torch.device) -> torch.Tensor:
-    """[rows, widest table] int32; entries past a row's table are never read, and hold 0."""
-    width = max((len(row.block_table) for row in rows), default=0)
-    table = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        table[i, : len(row.block_table)] = row.block_table
-    return _to_device(table, torch.int32, device)
-
-
-def _to_device(values: np.ndarray | Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    tensor = torch.as_tensor(np.asarray(values), dtype=dtype)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.config import EngineConfig
 from engine.execution import kv_cache
-from engine.execution.input_batch import AttentionShape, build_input_batch
+from engine.execution.batch_state import BatchState, SamplingKind
+from engine.execution.cuda_graphs import DecodeGraphs
+from engine.execution.input_batch import AttentionShape, ChunkRows, DecodeRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
-from engine.execution.sampler import sample_tokens
+from engine.execution.sampler import PendingTokens, choose_tokens
 from engine.models.checkpoint import ModelSource
 from engine.parallel.group import ParallelGroup
-from engine.scheduling.step import SampledToken, SamplingRow, SequenceRow, StepInput
+from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
 
 
 class ModelRunner:
-    """Executes steps on one device. It keeps weights and KV, and nothing about requests: a StepInput says it all."""
+    """Executes steps on one device, in the order they are launched."""
 
     def __init__(
         self, config: EngineConfig, source: ModelSource, *, device: torch.device, group: ParallelGroup
@@ -46,7 +50,16 @@ class ModelRunner:
             kernels=self.kernels,
             seed=config.seed,
         )
-        self.kv_cache = self._allocate_kv_cache(0)
+        self.kv_cache = self._new_kv_cache(0)
+        max_blocks = -(-self.max_model_len // config.block_size)
+        self.state = BatchState(config.max_num_seqs, max_blocks, source.config.vocab_size, device)
+        self.graphs: DecodeGraphs | None = None
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """On a CUDA device, unless enforce_eager is set or something in a step has to wait for the device."""
+        capturable = self.kernels.use_triton and self.kernels.decode.capturable
+        return self.device.type == "cuda" and capturable and not self.config.enforce_eager
 
     # --- KV cache -------------------------------------------------------------------------------------------
 
@@ -60,8 +73,8 @@ class ModelRunner:
         """Blocks this rank can hold: num_kv_blocks if given, else what memory allows, else the default for a CPU.
 
         On a GPU that is gpu_memory_utilization of its memory, less what others use, weights, and the measured peak
-        of the largest step that max_num_batched_tokens and max_num_seqs allow. On a CPU it is CPU_KV_BYTES. Never
-        more than max_num_seqs sequences of max_model_len can use.
+        of the largest step that max_num_batched_tokens and max_num_seqs allow and of the largest decode graph. On a
+        CPU it is CPU_KV_BYTES. Never more than max_num_seqs sequences of max_model_len can use.
         """
         if self.config.num_kv_blocks is not None:
             return self.config.num_kv_blocks
@@ -79,9 +92,11 @@ class ModelRunner:
         return num_blocks
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        self.kv_cache = self._allocate_kv_cache(num_blocks)
+        """Give the runner its KV cache; steps can be launched from now on."""
+        self.kv_cache = self._new_kv_cache(num_blocks)
+        self.graphs = self._new_graphs() if self.uses_cuda_graphs else None
 
-    def _allocate_kv_cache(self, num_blocks: int) -> torch.Tensor:
+    def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
         return kv_cache.allocate(
             self.model_config,
             num_blocks,
@@ -91,17 +106,28 @@ class ModelRunner:
             device=self.device,
         )
 
+    def _new_graphs(self) -> DecodeGraphs:
+        return DecodeGraphs(
+            self._decode_at_any_length, self.config.max_num_seqs, self.state.padding_slot, self.device
+        )
+
     def _free_bytes_at_peak(self) -> int:
-        """Run the largest step on a throw-away cache and see what it leaves of this engine's share of the GPU."""
+        """Run the largest work there can be on a throw-away cache, and see what it leaves of this engine's share."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         step = self._largest_step()
-        self.kv_cache = self._allocate_kv_cache(1 + max(max(row.block_table) for row in step.rows))
+        self.allocate_kv_cache(1 + max(max(new.block_ids) for new in step.new_blocks))
         held_by_cache = self.kv_cache.nbytes
-        self.execute(step)
+        self.launch(step).result()
+        held_before = torch.cuda.memory_reserved(self.device)
+        if self.graphs is not None:
+            slots = tuple(range(self.graphs.largest))
+            self.graphs.replay(slots, self.state.sampling_kind(slots))
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - held_by_cache
-        self.kv_cache = self._allocate_kv_cache(0)
+        held_by_graphs = torch.cuda.memory_reserved(self.device) - held_before
+        peak = torch.cuda.max_memory_allocated(self.device) - held_by_cache + held_by_graphs
+        self.graphs = None
+        self.kv_cache = self._new_kv_cache(0)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         used_outside = total - free - torch.cuda.memory_reserved(self.device)
@@ -111,15 +137,15 @@ class ModelRunner:
         """Prompts that fill the token budget, every one of them sampled with top-k and top-p."""
         budget, length = self.config.max_num_batched_tokens, self.max_model_len - 1
         num_seqs = min(self.config.max_num_seqs, budget)
-        lengths = [min(length, budget // num_seqs + (i < budget % num_seqs)) for i in range(num_seqs)]
-        sampling = SamplingRow(temperature=1.0, top_k=50, top_p=0.9, uniform=0.5, num_logprobs=None)
-        rows, next_block = [], 0
-        for i, num_tokens in enumerate(lengths):
+        settings, new_blocks, chunks, next_block = [], [], [], 0
+        for slot in range(num_seqs):
+            num_tokens = min(length, budget // num_seqs + (slot < budget % num_seqs))
             num_blocks = -(-num_tokens // self.shape.block_size)
-            table = tuple(range(next_block, next_block + num_blocks))
+            settings.append(SlotSetting(slot, 1.0, 50, 0.9, 0, None))
+            new_blocks.append(NewBlocks(slot, 0, tuple(range(next_block, next_block + num_blocks))))
+            chunks.append(Chunk(slot, 0, (0,) * num_tokens, True))
             next_block += num_blocks
-            rows.append(SequenceRow(f"profile-{i}", 0, (0,) * num_tokens, table, sampling))
-        return StepInput(decodes=(), prefills=tuple(rows))
+        return StepInput(tuple(settings), tuple(new_blocks), (), 0, tuple(chunks))
 
     def _check_kernels(self) -> None:
         """Refuse, by name and reason, a kernel that cannot serve this model's heads, block size or dtype."""
@@ -139,36 +165,91 @@ class ModelRunner:
     # --- steps ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> list[SampledToken]:
-        """Run a step and return the next token of each row that samples, in the order of step.rows."""
-        logits = self._logits(step)
-        rows = [row.sampling for row in step.rows if row.sampling is not None]
-        return sample_tokens(logits, rows) if rows else []
+    def launch(self, step: StepInput) -> PendingTokens:
+        """Start a step; its result holds the next token of each decode slot, then of each chunk that samples."""
+        self.state.apply(step)
+        sampled = (*step.decode_slots, *(chunk.slot for chunk in step.chunks if chunk.samples))
+        kind = self.state.sampling_kind(sampled)
+        if self.graphs is not None and not step.chunks and len(sampled) <= self.graphs.largest:
+            token_ids, logits = self.graphs.replay(step.decode_slots, kind)
+        else:
+            token_ids, logits = self._run_eagerly(step, sampled, kind)
+        return PendingTokens(token_ids, logits, self.state.num_logprobs(sampled))
+
+    def _run_eagerly(
+        self, step: StepInput, sampled: tuple[int, ...], kind: SamplingKind
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        state, block_size = self.state, self.shape.block_size
+        slots = torch.tensor(sampled, dtype=torch.int64, device=self.device)
+        decode_slots = slots[: len(step.decode_slots)]
+        decodes = DecodeRows.gather(state, decode_slots, block_size) if step.decode_slots else None
+        chunks = ChunkRows.build(state, step.chunks, block_size) if step.chunks else None
+        hidden = self._forward(decodes, chunks, step.max_decode_context)
+        if decodes is not None:
+            state.num_computed[decode_slots] += 1
+        if chunks is not None:
+            state.num_computed[chunks.slots] = chunks.ends
+            last = chunks.query_start_loc[1:].long()[[chunk.samples for chunk in step.chunks]]
+            last_rows = torch.cat(
+                [torch.arange(len(decode_slots), device=self.device), last - 1 + len(decode_slots)]
+            )
+            hidden = hidden[last_rows]
+        return self._sample(hidden, slots, kind)
+
+    def _decode_at_any_length(
+        self, slots: torch.Tensor, kind: SamplingKind
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A decode step of these slots that a graph can capture: it holds for every context up to max_model_len."""
+        rows = DecodeRows.gather(self.state, slots, self.shape.block_size)
+        hidden = self._forward(rows, None, self.max_model_len)
+        counted = self.state.num_computed[slots]
+        self.state.num_computed[slots] = torch.where(counted < 0, counted, counted + 1)
+        return self._sample(hidden, slots, kind)
+
+    def _forward(
+        self, decodes: DecodeRows | None, chunks: ChunkRows | None, max_decode_context: int
+    ) -> torch.Tensor:
+        batch = join_rows(
+            decodes, chunks, shape=self.shape, kernels=self.kernels, max_decode_context=max_decode_context
+        )
+        return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache)
+
+    def _sample(
+        self, hidden: torch.Tensor, slots: torch.Tensor, kind: SamplingKind
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token_ids [rows], logits [rows, vocab_size]); each token becomes its slot's newest."""
+        logits = self.model.compute_logits(hidden)
+        token_ids = choose_tokens(logits, self.state, slots, kind, use_triton=self.kernels.use_triton)
+        self.state.newest[slots] = token_ids.clamp(min=0)
+        return token_ids, logits
 
     @torch.inference_mode()
     def forced_logits(
-        self, token_ids: list[int], num_prompt_tokens: int, block_table: list[int]
+        self, token_ids: Sequence[int], num_prompt_tokens: int, block_table: Sequence[int]
     ) -> torch.Tensor:
         """[len(token_ids) - num_prompt_tokens, vocab_size] fp32: the logits before each token after the prompt.
 
-        The prompt runs as prefill chunks, every later token as a decode step, with this engine's own kernels.
+        The prompt runs as prefill chunks, every later token as a decode step, with this engine's own kernels, and its
+        graphs if it has them. Uses slot 0: no request may be running.
         """
-        table, greedy = tuple(block_table), SamplingRow(0.0, -1, 1.0, 0.0, None)
-
-        def row(start: int, end: int) -> SequenceRow:
-            sampling = greedy if end >= num_prompt_tokens else None
-            return SequenceRow("forced", start, tuple(token_ids[start:end]), table, sampling)
-
-        chunk = self.config.max_num_batched_tokens
-        steps = [
-            StepInput((), (row(start, min(start + chunk, num_prompt_tokens)),))
-            for start in range(0, num_prompt_tokens, chunk)
-        ]
-        steps += [StepInput((row(i, i + 1),), ()) for i in range(num_prompt_tokens, len(token_ids) - 1)]
-        return torch.cat([self._logits(step).float() for step in steps])
-
-    def _logits(self, step: StepInput) -> torch.Tensor:
-        """[rows that sample, vocab_size] in the model's dtype."""
-        batch = build_input_batch(step, self.shape, self.kernels)
-        hidden = self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache)
-        return self.model.compute_logits(hidden[batch.sample_index])
+        budget = self.config.max_num_batched_tokens
+        self.state.apply(
+            StepInput(
+                (SlotSetting(0, 0.0, 0, 1.0, 0, None),), (NewBlocks(0, 0, tuple(block_table)),), (), 0, ()
+            )
+        )
+        rows = []
+        for start in range(0, num_prompt_tokens, budget):
+            end = min(start + budget, num_prompt_tokens)
+            chunk = Chunk(0, start, tuple(token_ids[start:end]), end == num_prompt_tokens)
+            sampled = (0,) if chunk.samples else ()
+            step = StepInput((), (), (), 0, (chunk,))
+            rows.append(self._run_eagerly(step, sampled, SamplingKind())[1].float())
+        for position in range(num_prompt_tokens, len(token_ids) - 1):
+            self.state.newest[0] = token_ids[position]
+            if self.graphs is not None:
+                logits = self.graphs.replay((0,), SamplingKind())[1]
+            else:
+                logits = self._run_eagerly(StepInput((), (), (0,), position + 1, ()), (0,), SamplingKind())[1]
+            rows.append(logits.float())
+        return torch.cat(rows)

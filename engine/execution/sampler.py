@@ -1,56 +1,94 @@
-"""From logits to the next token of each row, and its log-probabilities."""
+"""From logits to the next token of each row, and its log-probabilities: on the device, then to the host unhurried."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from engine.scheduling.step import SampledToken, SamplingRow
-from kernels import sampling
+from engine.execution.batch_state import BatchState, SamplingKind
+from engine.scheduling.step import SampledToken
+from kernels import sampling, sampling_triton
 
 
-def sample_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Choose one token a row.
+def choose_tokens(
+    logits: torch.Tensor, state: BatchState, slots: torch.Tensor, kind: SamplingKind, *, use_triton: bool
+) -> torch.Tensor:
+    """[rows] int64, the next token of each slot, or -1 where its logits hold NaN or +inf.
 
-    logits: [len(rows), vocab_size], any float dtype, on the device. A row whose logits hold NaN or +inf gets
-    token_id None; its neighbours are unaffected.
+    logits: [rows, vocab_size], any float dtype. The state's num_computed must count the tokens that led to them. Waits
+    for nothing when use_triton is on, so that it can be captured.
     """
-    finite = sampling.finite_rows(logits)
-    if all(row.temperature == 0 for row in rows):
-        token_ids = sampling.greedy(logits)
+    if not kind.any_drawn:
+        token_ids = sampling.greedy(logits, use_triton=use_triton)
     else:
-        # The parameters stay on the host: that is where it is decided which rows need a sort.
-        token_ids = sampling.sample(
-            logits,
-            torch.tensor([row.temperature for row in rows], dtype=torch.float32),
-            torch.tensor([row.top_k for row in rows], dtype=torch.int64),
-            torch.tensor([row.top_p for row in rows], dtype=torch.float64),
-            torch.tensor([row.uniform for row in rows], dtype=torch.float64),
+        settings = state.temperature[slots], state.top_k[slots], state.top_p[slots]
+        if use_triton:
+            token_ids = sampling_triton.sample(
+                logits, *settings, state.uniforms(slots), any_top_k=kind.any_top_k, any_top_p=kind.any_top_p
+            )
+        else:
+            token_ids = sampling.sample(logits, *settings, state.uniforms(slots))
+    return token_ids.masked_fill(~sampling.finite_rows(logits), -1)
+
+
+@dataclass(frozen=True)
+class _Logprobs:
+    """For one row each: the likeliest ids with their log-probabilities, and the chosen token's."""
+
+    rows: list[tuple[int, int]]
+    ids: torch.Tensor
+    values: torch.Tensor
+    chosen: torch.Tensor
+
+
+class PendingTokens:
+    """Tokens on their way to the host. result() waits for this step alone, not for what was launched since."""
+
+    def __init__(
+        self, token_ids: torch.Tensor, logits: torch.Tensor, num_logprobs: list[tuple[int, int]]
+    ) -> None:
+        self._logprobs = _gather_logprobs(logits, token_ids, num_logprobs) if num_logprobs else None
+        self._token_ids = _to_host(token_ids)
+        self._copied = torch.cuda.Event() if token_ids.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def result(self) -> list[SampledToken]:
+        """One token a row, None where the logits were not finite."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        token_ids = self._token_ids.tolist()
+        logprobs = self._row_logprobs(token_ids)
+        return [
+            SampledToken(token if token >= 0 else None, logprobs.get(row))
+            for row, token in enumerate(token_ids)
+        ]
+
+    def _row_logprobs(self, token_ids: list[int]) -> dict[int, dict[int, float]]:
+        if self._logprobs is None:
+            return {}
+        columns = (
+            self._logprobs.ids.tolist(),
+            self._logprobs.values.tolist(),
+            self._logprobs.chosen.tolist(),
         )
-    chosen, is_finite = torch.stack([token_ids, finite.to(token_ids.dtype)]).tolist()
-    logprobs = _logprobs(logits, token_ids, rows)
-    return [
-        SampledToken(token if ok else None, logprobs.get(i))
-        for i, (token, ok) in enumerate(zip(chosen, is_finite))
-    ]
+        result = {}
+        for (row, count), ids, values, chosen in zip(self._logprobs.rows, *columns):
+            result[row] = dict(zip(ids[:count], values[:count]))
+            result[row].setdefault(token_ids[row], chosen)
+        return result
 
 
-def _logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingRow]
-) -> dict[int, dict[int, float]]:
-    """Of the rows that ask: the most likely tokens and the chosen one, with natural-log probabilities."""
-    asking = [(i, row.num_logprobs) for i, row in enumerate(rows) if row.num_logprobs is not None]
-    if not asking:
-        return {}
-    index = torch.tensor([i for i, _ in asking], device=logits.device)
+def _gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, rows: list[tuple[int, int]]) -> _Logprobs:
+    index = torch.tensor([row for row, _ in rows], device=logits.device)
     logprobs = torch.log_softmax(logits[index].float(), dim=-1)
-    chosen = token_ids[index]
-    chosen_values = logprobs.gather(1, chosen[:, None]).squeeze(1).tolist()
-    values, ids = logprobs.topk(max(count for _, count in asking), dim=-1)
-    result = {}
-    for j, (i, count) in enumerate(asking):
-        row = dict(zip(ids[j, :count].tolist(), values[j, :count].tolist()))
-        row.setdefault(int(chosen[j]), chosen_values[j])
-        result[i] = row
-    return result
+    values, ids = logprobs.topk(max(count for _, count in rows), dim=-1)
+    chosen = logprobs.gather(1, token_ids[index].clamp(min=0)[:, None]).squeeze(1)
+    return _Logprobs(rows, _to_host(ids), _to_host(values), _to_host(chosen))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -91,8 +91,8 @@ class BlockManager:
             chain.append(entry)
         return chain
 
-    def publish(self, request: Request) -> None:
-        """Make every full block of request whose KV is written findable. Call after the forward pass.
+    def publish(self, request: Request, num_written: int) -> None:
+        """Make every full block among request's first num_written tokens findable. Call once their KV is written.
 
         Where an equal block is already published, it stays the findable one, and this request's own copy is an
         ordinary block.
@@ -100,7 +100,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         chain = request.cached_chain
-        for i in range(len(chain), request.num_computed_tokens // self.block_size):
+        for i in range(len(chain), num_written // self.block_size):
             parent = chain[-1] if chain else None
             if parent is not None and self._entries[parent.block_id] is not parent:
                 return  # the parent's block was reused, so nothing below it could be found

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class Request:
     """Host-side state of a request. Only the scheduler and the block manager change it.
 
-    num_computed_tokens, the number of tokens whose KV is written, is the only progress counter: blocks, chunks,
-    slots and resuming after a preemption all derive from it.
+    num_computed_tokens, the number of tokens whose KV is written by the steps launched so far, is the only progress
+    counter: blocks, chunks, slots and resuming after a preemption all derive from it. A token that a launched step
+    samples is pending until the step's result is collected.
     """
 
     request_id: str
@@ -32,6 +33,12 @@ class Request:
     seed: int
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    is_decoding: bool = False
+    """Its newest token was sampled into its slot, so that the next step needs only the slot's name."""
+    slot: int = -1
+    num_blocks_sent: int = 0
+    """Entries of block_table that whoever executes the steps knows of."""
     block_table: list[int] = field(default_factory=list)
     cached_chain: list[CacheEntry] = field(default_factory=list)
     """The cache entries of the leading full blocks of this request (its own, or equal ones of other requests)."""
@@ -59,12 +66,12 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
-    def is_decoding(self) -> bool:
-        """All but the newest output token is computed: one row of the decode kernel."""
-        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+    def is_complete(self) -> bool:
+        """All the tokens it may have are known or pending: there is nothing more to run."""
+        return len(self.token_ids) + self.num_pending_tokens >= self.max_total_tokens
 
     @property
     def max_kv_tokens(self) -> int:
@@ -72,7 +79,8 @@ class Request:
         return self.max_total_tokens - 1
 
     def append_token(self, token: int) -> None:
-        """Take a sampled token, and finish when it is a stop id ("stop") or the last one allowed ("length")."""
+        """Take a pending token, and finish when it is a stop id ("stop") or the last one allowed ("length")."""
+        self.num_pending_tokens -= 1
         self.token_ids.append(token)
         if token in self.stop_token_ids:
             self.finish_reason = "stop"

@@ -14,8 +14,12 @@ Policy = Literal["mixed", "prefill_first"]
 
 @dataclass(frozen=True)
 class ScheduledRequest:
+    """Tokens start .. end - 1 of a request; samples: they reach its end, so a new token follows."""
+
     request: Request
-    num_tokens: int
+    start: int
+    end: int
+    samples: bool
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Schedule:
 
     decodes: list[ScheduledRequest] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
     @property
@@ -32,7 +37,7 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        return sum(scheduled.num_tokens for scheduled in self.requests)
+        return len(self.decodes) + sum(scheduled.end - scheduled.start for scheduled in self.prefills)
 
 
 class Scheduler:
@@ -65,6 +70,7 @@ class Scheduler:
         # waiting, and preempted from the tail of running back to it.
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._free_slots = list(reversed(range(max_num_seqs)))
 
     @property
     def has_requests(self) -> bool:
@@ -90,17 +96,17 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and free its blocks."""
-        self.block_manager.free(request)
         if request in self.running:
-            self.running.remove(request)
+            self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def schedule(self) -> Schedule:
-        """Choose the next step's work and give it its blocks.
+        """Choose the next step's work, give it its blocks, and count its tokens as computed: the step must be run.
 
-        Raises RuntimeError if requests are left but none can move: that would be a fault of the scheduler, and
-        waiting for ever is not an answer.
+        The schedule may be empty while every running request only waits for its pending token. Raises RuntimeError if
+        nothing can move and nothing is pending: that would be a fault of the scheduler, and waiting for ever is no
+        answer.
         """
         schedule = Schedule()
         if self.policy == "prefill_first":
@@ -110,25 +116,36 @@ class Scheduler:
         else:
             self._schedule_decodes(schedule)
             self._schedule_prefills(schedule)
-        if self.has_requests and not schedule.requests:
+        stuck = self.has_requests and not schedule.requests
+        if stuck and not any(request.num_pending_tokens for request in self.running):
             raise RuntimeError(
                 f"nothing can be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
                 f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
             )
         return schedule
 
-    def complete(self, scheduled: ScheduledRequest) -> None:
-        """Count a request's tokens as computed, after the forward pass, and publish its full blocks."""
-        scheduled.request.num_computed_tokens += scheduled.num_tokens
-        self.block_manager.publish(scheduled.request)
+    def publish(self, scheduled: ScheduledRequest) -> None:
+        """Make what a finished step wrote findable; nothing if the request has lost its blocks meanwhile."""
+        if scheduled.request.block_table:
+            self.block_manager.publish(scheduled.request, scheduled.end)
 
     # --- the two kinds of work ------------------------------------------------------------------------------
 
     def _schedule_decodes(self, schedule: Schedule) -> None:
         budget = self.max_num_batched_tokens - schedule.num_tokens
-        for request in [r for r in self.running if r.is_decoding][:budget]:
-            if request.block_table and self._grow_or_preempt(request, schedule):
-                schedule.decodes.append(ScheduledRequest(request, 1))
+        ready = [request for request in self.running if request.is_decoding and not request.is_complete]
+        for request in ready[:budget]:
+            if request.is_decoding and self._grow_or_preempt(request, schedule):
+                schedule.decodes.append(self._run(request, 1))
+
+    def _run(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        start = request.num_computed_tokens
+        request.num_computed_tokens += num_tokens
+        samples = request.num_uncomputed_tokens == 0
+        if samples:
+            request.num_pending_tokens += 1
+            request.is_decoding = True
+        return ScheduledRequest(request, start, start + num_tokens, samples)
 
     def _grow_or_preempt(self, request: Request, schedule: Schedule) -> bool:
         """Make room for one more token, preempting the latest arrivals; False if that took request itself.
@@ -143,19 +160,26 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, schedule: Schedule) -> None:
-        self.running.remove(request)
-        self.block_manager.free(request)
-        request.num_computed_tokens = 0
+        self._leave(request)
         request.num_preemptions += 1
         self.waiting.appendleft(request)  # latest first, so the queue stays in order of arrival
         schedule.preempted.append(request)
+
+    def _leave(self, request: Request) -> None:
+        """Take a request out of running: its slot and blocks are free, and none of its KV counts as written."""
+        self.running.remove(request)
+        self.block_manager.free(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+        request.num_computed_tokens = request.num_blocks_sent = 0
+        request.is_decoding = False
 
     def _schedule_prefills(self, schedule: Schedule) -> None:
         budget = self.max_num_batched_tokens - schedule.num_tokens
         for request in self.running:
             if budget and not request.is_decoding:
                 budget -= self._schedule_chunk(request, budget, schedule)
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget and self._free_slots:
             request = self.waiting[0]
             prefix = self.block_manager.find_prefix(request)
             # One spare block for each running request, or the newcomer would soon be preempted by their growth.
@@ -166,9 +190,11 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.block_manager.admit(request, prefix)
+            request.slot = self._free_slots.pop()
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
             self.running.append(request)
+            schedule.admitted.append(request)
             budget -= self._schedule_chunk(request, budget, schedule)
 
     def _may_chunk(self, request: Request) -> bool:
@@ -177,5 +203,5 @@ class Scheduler:
 
     def _schedule_chunk(self, request: Request, budget: int, schedule: Schedule) -> int:
         num_tokens = min(request.num_uncomputed_tokens, budget)
-        schedule.prefills.append(ScheduledRequest(request, num_tokens))
+        schedule.prefills.append(self._run(request, num_tokens))
         return num_tokens

@@ -1,75 +1,95 @@
-"""What one engine step runs: plain data, so that it can be sent to another process."""
+"""What one engine step runs: plain data that says only what changed, so that it is cheap to send to another process.
+
+Whoever executes steps keeps, for every slot (a place for one running sequence): its block table, how many of its tokens
+have their KV written, its newest token, and how it is sampled. A decode row is then named by its slot alone.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import xxhash
-
-from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Schedule
 
 
 @dataclass(frozen=True)
-class SamplingRow:
-    """How to choose the next token of one sequence. uniform is its random number, in [0, 1)."""
+class SlotSetting:
+    """A new sequence takes over a slot: how its tokens are chosen. seed: its random stream, any 64-bit integer."""
 
+    slot: int
     temperature: float
     top_k: int
     top_p: float
-    uniform: float
+    seed: int
     num_logprobs: int | None
 
 
 @dataclass(frozen=True)
-class SequenceRow:
-    """One sequence's share of a step: token_ids at positions start, start + 1, ...; sampling is None before the end."""
+class NewBlocks:
+    """Entries first_block, first_block + 1, ... of a slot's block table."""
 
-    request_id: str
+    slot: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens at positions start, start + 1, ... of a slot's sequence; samples: a new token follows them."""
+
+    slot: int
     start: int
     token_ids: tuple[int, ...]
-    block_table: tuple[int, ...]
-    sampling: SamplingRow | None
+    samples: bool
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """The rows of a step: decodes (one token each, all sampled) come before prefill chunks."""
+    """The changes to apply, then the work: one token of each decode slot, and the chunks.
 
-    decodes: tuple[SequenceRow, ...]
-    prefills: tuple[SequenceRow, ...]
+    decode_slots run their newest token and sample the next. max_decode_context: the longest context among them, in
+    tokens, the new one included. The step's result holds one token for each decode slot, then one for each chunk that
+    samples.
+    """
 
-    @property
-    def rows(self) -> tuple[SequenceRow, ...]:
-        return self.decodes + self.prefills
+    settings: tuple[SlotSetting, ...]
+    new_blocks: tuple[NewBlocks, ...]
+    decode_slots: tuple[int, ...]
+    max_decode_context: int
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A row's next token; token_id is None where the logits were not finite."""
+    """A row's next token; token_id is None where the logits were not finite. logprobs: natural logarithms by id."""
 
     token_id: int | None
     logprobs: dict[int, float] | None = None
 
 
-def uniform_draw(seed: int, index: int) -> float:
-    """The index-th number of the random stream `seed`, in [0, 1) with 53 bits.
-
-    A keyed counter (as in Salmon et al. 2011, with xxh3 as the mixing function) rather than a generator with state:
-    a preempted request neither replays nor skips a draw, and batchmates cannot touch the stream.
-    """
-    key = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
-    return (xxhash.xxh3_64_intdigest(key) >> 11) * 2.0**-53
-
-
-def sequence_row(request: Request, num_tokens: int) -> SequenceRow:
-    """The row that runs the next num_tokens tokens of request, sampling if they reach its end."""
-    start = request.num_computed_tokens
-    end = start + num_tokens
-    params = request.params
-    sampling = None
-    if end == request.num_tokens:
-        uniform = uniform_draw(request.seed, request.num_output_tokens) if params.temperature > 0 else 0.0
-        sampling = SamplingRow(params.temperature, params.top_k, params.top_p, uniform, params.logprobs)
-    return SequenceRow(
-        request.request_id, start, tuple(request.token_ids[start:end]), tuple(request.block_table), sampling
+def build_step(schedule: Schedule) -> StepInput:
+    """Put a schedule into what an executor needs to be told, given what earlier steps told it."""
+    settings = []
+    for request in schedule.admitted:
+        params = request.params
+        settings.append(
+            SlotSetting(
+                request.slot, params.temperature, params.top_k, params.top_p, request.seed, params.logprobs
+            )
+        )
+    new_blocks = []
+    for scheduled in schedule.requests:
+        request = scheduled.request
+        if len(request.block_table) > request.num_blocks_sent:
+            block_ids = tuple(request.block_table[request.num_blocks_sent :])
+            new_blocks.append(NewBlocks(request.slot, request.num_blocks_sent, block_ids))
+            request.num_blocks_sent = len(request.block_table)
+    return StepInput(
+        settings=tuple(settings),
+        new_blocks=tuple(new_blocks),
+        decode_slots=tuple([scheduled.request.slot for scheduled in schedule.decodes]),
+        max_decode_context=max([scheduled.end for scheduled in schedule.decodes], default=0),
+        chunks=tuple(
+            Chunk(s.request.slot, s.start, tuple(s.request.token_ids[s.start : s.end]), s.samples)
+            for s in schedule.prefills
+        ),
     )

@@ -19,7 +19,12 @@ from kernels.paged_cache import check_paged_inputs
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """What is known of a call on the host, without reading a tensor. Lengths count tokens."""
+    """What is known of a call on the host, without reading a tensor. Lengths count tokens.
+
+    shared_prefix_len: all rows begin with so many common tokens, in the same blocks (a shorter row with what it has).
+    contiguous: each row's blocks follow one another in the pool, row after row, max_blocks a row, and every context is
+    max_context_len; for kernels that know no paging.
+    """
 
     batch_size: int
     num_q_heads: int
@@ -29,6 +34,8 @@ class DecodeProblem:
     max_context_len: int
     dtype: torch.dtype
     device: torch.device
+    shared_prefix_len: int = 0
+    contiguous: bool = False
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "num_q_heads", "num_kv_heads", "head_dim", "block_size"):
@@ -36,6 +43,11 @@ class DecodeProblem:
                 raise ValueError(f"{field} is {getattr(self, field)}, the least is 1")
         if self.max_context_len < 0:
             raise ValueError(f"max_context_len is {self.max_context_len}, the least is 0")
+        if not 0 <= self.shared_prefix_len <= self.max_context_len:
+            raise ValueError(
+                f"shared_prefix_len is {self.shared_prefix_len}, "
+                f"expected 0 to max_context_len {self.max_context_len}"
+            )
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads is {self.num_q_heads}, not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -51,6 +63,8 @@ class DecodeKernel(ABC):
     """One decode attention kernel. Stateless: everything it needs comes with the call."""
 
     name: str
+    capturable: bool = True
+    """Whether a CUDA graph can capture a call: it waits for nothing and reads no tensor on the host."""
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why the kernel cannot run on `device`, or None if it can."""

@@ -17,6 +17,7 @@ class ReferenceDecode(DecodeKernel):
     """
 
     name = "reference"
+    capturable = False
 
     def __call__(
         self,

@@ -24,6 +24,7 @@ def make_engine(
     executor: Any = None,
     tokenizer: Any = None,
     clock: Callable[[], float] | None = None,
+    overlap: bool = False,
     **options: Any,
 ) -> EngineCore:
     config = EngineConfig(num_kv_blocks=num_kv_blocks, max_model_len=max_model_len, **options)
@@ -35,6 +36,7 @@ def make_engine(
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         tokenizer=tokenizer,
+        overlap=overlap,
         **({"clock": clock} if clock else {}),
     )
     blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching, hash_function)

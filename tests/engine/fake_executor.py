@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
 
-from engine.scheduling.step import SampledToken, SequenceRow, StepInput
+from engine.scheduling.step import SampledToken, SlotSetting, StepInput
 
 UNWRITTEN = b"unwritten"
+
+
+@dataclass
+class Slot:
+    """What an executor keeps of the sequence in one slot."""
+
+    setting: SlotSetting
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    newest: int = -1
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A result that is already there."""
+
+    tokens: list[SampledToken]
+
+    def result(self) -> list[SampledToken]:
+        return self.tokens
 
 
 class PagedHashExecutor:
     """Stands in for the model: the "KV" of a token is a digest of the sequence up to it, kept in a paged pool.
 
-    The next token is a digest of the KV of all positions, read through the row's block table. So one wrong, stale,
+    The next token is a digest of the KV of all positions, read through the slot's block table. So one wrong, stale,
     unwritten or foreign block changes the output, as it would (less visibly) in a real engine.
     """
 
@@ -20,40 +41,56 @@ class PagedHashExecutor:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.pool = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
+        self.slots: dict[int, Slot] = {}
         self.steps: list[StepInput] = []
 
-    def execute(self, step: StepInput) -> list[SampledToken]:
+    def launch(self, step: StepInput) -> Ready:
         self.steps.append(step)
+        for setting in step.settings:
+            self.slots[setting.slot] = Slot(setting)
+        for new in step.new_blocks:
+            table = self.slots[new.slot].block_table
+            assert len(table) == new.first_block
+            table.extend(new.block_ids)
         written: set[tuple[int, int]] = set()
-        for row in step.rows:
-            self._write(row, written)
-        return [SampledToken(self._next_token(row)) for row in step.rows if row.sampling is not None]
+        sampling = list(step.decode_slots)
+        for name in step.decode_slots:
+            slot = self.slots[name]
+            self._write(slot, slot.num_computed, (slot.newest,), written)
+        for chunk in step.chunks:
+            self._write(self.slots[chunk.slot], chunk.start, chunk.token_ids, written)
+            if chunk.samples:
+                sampling.append(chunk.slot)
+        assert step.max_decode_context == max(
+            (self.slots[name].num_computed for name in step.decode_slots), default=0
+        )
+        return Ready([SampledToken(self._sample(self.slots[name])) for name in sampling])
 
-    def _place(self, row: SequenceRow, position: int) -> tuple[int, int]:
-        return row.block_table[position // self.block_size], position % self.block_size
+    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
+        return slot.block_table[position // self.block_size], position % self.block_size
 
-    def _write(self, row: SequenceRow, written: set[tuple[int, int]]) -> None:
-        for i, token in enumerate(row.token_ids):
-            position = row.start + i
+    def _write(
+        self, slot: Slot, start: int, token_ids: tuple[int, ...], written: set[tuple[int, int]]
+    ) -> None:
+        for position, token in enumerate(token_ids, start):
             previous = b""
             if position:
-                block, offset = self._place(row, position - 1)
+                block, offset = self._place(slot, position - 1)
                 previous = self.pool[block][offset]
-            block, offset = self._place(row, position)
+            block, offset = self._place(slot, position)
             assert (block, offset) not in written, "two tokens of one step share a slot"
             written.add((block, offset))
             self.pool[block][offset] = _digest(previous, token)
+        slot.num_computed = start + len(token_ids)
 
-    def _next_token(self, row: SequenceRow) -> int:
-        end = row.start + len(row.token_ids)
-        context = b"".join(self.pool[b][o] for b, o in (self._place(row, p) for p in range(end)))
+    def _sample(self, slot: Slot) -> int:
+        places = [self._place(slot, position) for position in range(slot.num_computed)]
+        context = b"".join(self.pool[block][offset] for block, offset in places)
         assert UNWRITTEN not in context, "attention reads KV that was never written"
-        assert row.sampling is not None
-        draw = str(row.sampling.uniform).encode()
-        return (
-            int.from_bytes(hashlib.blake2b(context + draw, digest_size=4).digest(), "little")
-            % self.vocab_size
-        )
+        draw = f"{slot.setting.seed}/{slot.num_computed}".encode() if slot.setting.temperature else b""
+        digest = hashlib.blake2b(context + draw, digest_size=4).digest()
+        slot.newest = int.from_bytes(digest, "little") % self.vocab_size
+        return slot.newest
 
 
 def _digest(previous: bytes, token: int) -> bytes:

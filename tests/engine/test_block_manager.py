@@ -27,7 +27,7 @@ def make_request(num_tokens: int, first: int = 0, request_id: str = "r") -> Requ
 def compute(blocks: BlockManager, request: Request, num_tokens: int | None = None) -> None:
     """Pretend the forward pass wrote the KV of num_tokens more tokens (default: all that are left)."""
     request.num_computed_tokens += request.num_uncomputed_tokens if num_tokens is None else num_tokens
-    blocks.publish(request)
+    blocks.publish(request, request.num_computed_tokens)
     blocks.check_invariants()
 
 

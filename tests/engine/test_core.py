@@ -7,7 +7,7 @@ import pytest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.step import SampledToken, StepInput
 from tests.engine.fake_engine import alone, make_engine, run
-from tests.engine.fake_executor import PagedHashExecutor
+from tests.engine.fake_executor import PagedHashExecutor, Ready
 
 
 class ScriptedExecutor:
@@ -15,16 +15,15 @@ class ScriptedExecutor:
 
     def __init__(self, script: list[int | None]) -> None:
         self.script = script
-        self.given: dict[str, int] = {}
+        self.given: dict[int, int] = {}
 
-    def execute(self, step: StepInput) -> list[SampledToken]:
+    def launch(self, step: StepInput) -> Ready:
         tokens = []
-        for row in step.rows:
-            if row.sampling is not None:
-                index = self.given.get(row.request_id, 0)
-                self.given[row.request_id] = index + 1
-                tokens.append(SampledToken(self.script[index]))
-        return tokens
+        for slot in (*step.decode_slots, *(chunk.slot for chunk in step.chunks if chunk.samples)):
+            index = self.given.get(slot, 0)
+            self.given[slot] = index + 1
+            tokens.append(SampledToken(self.script[index]))
+        return Ready(tokens)
 
 
 class FakeClock:
@@ -127,16 +126,14 @@ def test_abort_reports_what_it_had_and_frees_its_blocks(steps_before):
 
 
 def test_logits_that_are_not_finite_end_only_their_request():
-    class OneBadRow(PagedHashExecutor):
-        def execute(self, step):
-            tokens = super().execute(step)
-            rows = [row for row in step.rows if row.sampling is not None]
-            return [
-                SampledToken(None) if row.request_id == "bad" and row.start > 4 else t
-                for row, t in zip(rows, tokens)
-            ]
+    class OneBadSlot(PagedHashExecutor):
+        def launch(self, step):
+            tokens = super().launch(step).result()
+            slots = [*step.decode_slots, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+            bad = [slot == 0 and self.slots[slot].num_computed > 5 for slot in slots]
+            return Ready([SampledToken(None) if is_bad else token for token, is_bad in zip(tokens, bad)])
 
-    core = make_engine(executor=OneBadRow(64, 16))
+    core = make_engine(executor=OneBadSlot(64, 16))
     core.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=6), "bad")
     core.add_request([4, 5], SamplingParams(temperature=0.0, max_tokens=6), "good")
     outputs = run(core)
@@ -172,9 +169,9 @@ def test_w5_times_belong_to_the_request_that_they_describe():
     clock = FakeClock()
 
     class TickingExecutor(PagedHashExecutor):
-        def execute(self, step):
+        def launch(self, step):
             clock.now += 1.0
-            return super().execute(step)
+            return super().launch(step)
 
     core = make_engine(
         executor=TickingExecutor(3, 4), num_kv_blocks=3, block_size=4, clock=clock, record_token_times=True

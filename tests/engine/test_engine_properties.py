@@ -38,8 +38,11 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         chunked=st.booleans(),
         hash_name=st.sampled_from(sorted(HASHES)),
+        overlap=st.booleans(),
     )
-    def start(self, num_kv_blocks, block_size, budget, max_num_seqs, policy, caching, chunked, hash_name):
+    def start(
+        self, num_kv_blocks, block_size, budget, max_num_seqs, policy, caching, chunked, hash_name, overlap
+    ):
         self.core = make_engine(
             num_kv_blocks=num_kv_blocks,
             block_size=block_size,
@@ -50,6 +53,8 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
             hash_function=HASHES[hash_name],
+            overlap=overlap,
+            eos_token_ids=(7, 8),
         )
         self.block_size = block_size
         self.requests = {}
@@ -94,9 +99,9 @@ class EngineMachine(RuleBasedStateMachine):
     def _step(self):
         before = self._progress()
         self._check_outputs(self.core.step())
-        if self.core.has_unfinished_requests() and self._progress() == before:
-            self.idle_steps += 1
-        assert self.idle_steps == 0, "a step changed nothing"
+        idle = self.core.has_unfinished_requests() and self._progress() == before
+        self.idle_steps = self.idle_steps + 1 if idle else 0
+        assert self.idle_steps <= self.core.overlap, "a step changed nothing"
 
     def _progress(self):
         totals = self.core.totals
@@ -105,11 +110,13 @@ class EngineMachine(RuleBasedStateMachine):
     def _check_outputs(self, outputs):
         for output in outputs:
             prompt, params = self.requests[output.request_id]
-            expected = alone(prompt, params, block_size=self.block_size, max_model_len=MAX_LEN).token_ids
+            expected = alone(
+                prompt, params, block_size=self.block_size, max_model_len=MAX_LEN, eos_token_ids=(7, 8)
+            ).token_ids
             assert output.token_ids == expected[: len(output.token_ids)]
             assert len(output.token_ids) >= self.lengths[output.request_id]
             self.lengths[output.request_id] = len(output.token_ids)
-            if output.finish_reason == "length":
+            if output.finish_reason in ("length", "stop"):
                 assert len(output.token_ids) == len(expected)
             if output.finished:
                 del self.requests[output.request_id]

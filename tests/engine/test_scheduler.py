@@ -44,8 +44,8 @@ def test_s5_chunks_progress_without_the_prefix_cache():
         core.step()
         used.append(core.last_step.num_prefill_tokens)
     assert used == [8, 8, 8, 6]
-    assert len(core.executor.steps[0].prefills[0].block_table) == 8
-    assert [step.prefills[0].start for step in core.executor.steps] == [0, 8, 16, 24]
+    assert len(core.executor.steps[0].new_blocks[0].block_ids) == 8
+    assert [step.chunks[0].start for step in core.executor.steps] == [0, 8, 16, 24]
 
 
 def test_s6_a_prompt_over_the_budget_is_refused_without_chunking():
@@ -110,9 +110,10 @@ def test_limits_hold_in_every_step():
         core.add_request([i] * (1 + i), greedy(5))
     run(core)
     for step in core.executor.steps:
-        assert len(step.rows) <= 3
-        assert sum(len(row.token_ids) for row in step.rows) <= 10
-        assert all(len(row.token_ids) == 1 and row.sampling for row in step.decodes)
+        slots = [*step.decode_slots, *(chunk.slot for chunk in step.chunks)]
+        assert len(slots) == len(set(slots)) <= 3
+        assert set(slots) <= set(range(3))
+        assert len(step.decode_slots) + sum(len(chunk.token_ids) for chunk in step.chunks) <= 10
 
 
 def test_p6_the_budget_is_charged_for_what_is_computed():
@@ -122,8 +123,8 @@ def test_p6_the_budget_is_charged_for_what_is_computed():
     core.add_request(list(range(14)), greedy(1))
     core.add_request([40, 41, 42], greedy(1))
     core.step()
-    rows = core.executor.steps[-1].prefills
-    assert [(row.start, len(row.token_ids)) for row in rows] == [(12, 2), (0, 3)]
+    chunks = core.executor.steps[-1].chunks
+    assert [(chunk.start, len(chunk.token_ids)) for chunk in chunks] == [(12, 2), (0, 3)]
 
 
 def test_requests_are_admitted_in_order_of_arrival():

@@ -1,0 +1,95 @@
+"""What the device keeps of the running sequences, one row a slot, changed by what each step says is new."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.execution.upload import upload
+from engine.scheduling.step import SlotSetting, StepInput
+from kernels.random_stream import uniform
+
+
+@dataclass(frozen=True)
+class SamplingKind:
+    """Which parts of sampling some row of a batch needs; what none needs is not launched."""
+
+    any_drawn: bool = False
+    any_top_k: bool = False
+    any_top_p: bool = False
+
+
+class BatchState:
+    """Tensors with a row for each slot, and a last one, `padding_slot`, that fills up batches of a fixed size.
+
+    num_computed [slots] int64: tokens whose KV is written; -1 in the padding row, whose work writes no KV, attends to
+    nothing and is never counted. newest [slots] int64: the token to run next. block_table [slots, max_blocks] int32.
+    temperature, top_p [slots] float64, top_k, seed [slots] int64.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
+        def column(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(max_num_seqs + 1, dtype=dtype, device=device)
+
+        self.device = device
+        self.vocab_size = vocab_size
+        self.padding_slot = max_num_seqs
+        self.num_computed = column(torch.int64)
+        self.num_computed[self.padding_slot] = -1
+        self.newest = column(torch.int64)
+        self.block_table = torch.zeros((max_num_seqs + 1, max_blocks), dtype=torch.int32, device=device)
+        self.temperature, self.top_p = column(torch.float64), column(torch.float64)
+        self.top_k, self.seed = column(torch.int64), column(torch.int64)
+        self._settings: list[SlotSetting | None] = [None] * (max_num_seqs + 1)
+
+    def apply(self, step: StepInput) -> None:
+        """Take over a step's new sequences and blocks."""
+        if step.settings:
+            for setting in step.settings:
+                self._settings[setting.slot] = setting
+            slots, temperature, top_k, top_p, seed = upload(
+                self.device,
+                [s.slot for s in step.settings],
+                [float(s.temperature) for s in step.settings],
+                [s.top_k if s.top_k < self.vocab_size else 0 for s in step.settings],
+                [float(s.top_p) for s in step.settings],
+                np.array([s.seed % 2**64 for s in step.settings], np.uint64).view(np.int64),
+            )
+            self.temperature[slots], self.top_p[slots] = temperature, top_p
+            self.top_k[slots], self.seed[slots] = top_k, seed
+        if step.new_blocks:
+            counts = [len(new.block_ids) for new in step.new_blocks]
+            rows, columns, block_ids = upload(
+                self.device,
+                np.repeat([new.slot for new in step.new_blocks], counts),
+                np.concatenate(
+                    [
+                        np.arange(new.first_block, new.first_block + n)
+                        for new, n in zip(step.new_blocks, counts)
+                    ]
+                ),
+                np.concatenate([new.block_ids for new in step.new_blocks]),
+            )
+            self.block_table[rows, columns] = block_ids.int()
+
+    def sampling_kind(self, slots: tuple[int, ...]) -> SamplingKind:
+        """What the sampling of these slots needs, from the settings on the host."""
+        drawn = [s for slot in slots if (s := self._settings[slot]) is not None and s.temperature > 0]
+        return SamplingKind(
+            any_drawn=bool(drawn),
+            any_top_k=any(0 < setting.top_k < self.vocab_size for setting in drawn),
+            any_top_p=any(setting.top_p < 1 for setting in drawn),
+        )
+
+    def num_logprobs(self, slots: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(row, how many) of the rows that ask for log-probabilities."""
+        counts = [
+            (row, s.num_logprobs) for row, slot in enumerate(slots) if (s := self._settings[slot]) is not None
+        ]
+        return [(row, count) for row, count in counts if count is not None]
+
+    def uniforms(self, slots: torch.Tensor) -> torch.Tensor:
+        """[rows] float64: the random number of the token that each slot samples now, drawn from its own stream."""
+        return uniform(self.seed[slots], self.num_computed[slots])
