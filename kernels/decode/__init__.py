@@ -12,6 +12,7 @@ from __future__ import annotations
 from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs
 from kernels.decode.fixed_split import FixedSplitDecode
 from kernels.decode.reference import ReferenceDecode
+from kernels.decode.shared_prefix import SharedPrefixDecode
 from kernels.decode.single_pass import SinglePassDecode
 from kernels.decode.split_kv import SplitKVDecode
 from kernels.decode.split_kv_fused import SplitKVFusedDecode
@@ -44,5 +45,6 @@ for _kernel in (
     SplitKVFusedDecode(),
     FixedSplitDecode(),
     StreamKDecode(),
+    SharedPrefixDecode(),
 ):
     register(_kernel.name)(_kernel)

@@ -51,13 +51,16 @@ def attend_range(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    row_ends=None,
+    OWN_ENDS: tl.constexpr = False,
 ):
     """Attention of q [HEADS, DIM] over the keys start .. end - 1 of one sequence and KV head.
 
     k_ptr, v_ptr point at the KV head in block 0; table_ptr at the sequence's row of the block table; start is a
     multiple of TILE. Returns (acc [HEADS, DIM], peak [HEADS], total [HEADS]) in fp32 with
     acc = sum of 2^(score - peak) v and total = sum of 2^(score - peak); for an empty range (0, -inf, 0).
-    Keys from `end` on are neither loaded nor counted, nor are their table entries read.
+    Keys from `end` on are neither loaded nor counted, nor are their table entries read. With OWN_ENDS query row i
+    counts only the keys before row_ends[i].
     """
     dims = tl.arange(0, DIM)
     dim_mask = dims < HEAD_DIM
@@ -83,11 +86,17 @@ def attend_range(
             v_ptr + v_tokens[:, None] + dims[None, :], mask=valid[:, None] & dim_mask[None, :], other=0.0
         ).to(DOT_DTYPE)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+        allowed = valid[None, :]
+        if OWN_ENDS:
+            allowed = allowed & (positions[None, :] < row_ends[:, None])
+        scores = tl.where(allowed, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # Finite from the first tile on, for a tile holds at least one valid key.
-        weights = tl.exp2(scores - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
+        # Finite from the first tile on, for a tile holds a valid key, except for rows that end before it.
+        origin = new_peak
+        if OWN_ENDS:
+            origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - origin[:, None])
+        decay = tl.exp2(peak - origin)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(DOT_DTYPE), v, acc, input_precision="ieee")

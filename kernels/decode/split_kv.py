@@ -16,7 +16,14 @@ from kernels.triton_support import tl, triton
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "split_size", "stride_table_row"],
+    do_not_specialize=[
+        "num_splits",
+        "split_size",
+        "first_key",
+        "first_slot",
+        "num_slots",
+        "stride_table_row",
+    ],
     do_not_specialize_on_alignment=["table_ptr", "context_lens_ptr"],
 )
 def _attend_split(
@@ -31,6 +38,9 @@ def _attend_split(
     scale_log2,
     num_splits,
     split_size,
+    first_key,
+    first_slot,
+    num_slots,
     stride_q_row,
     stride_q_head,
     stride_k_block,
@@ -53,10 +63,10 @@ def _attend_split(
     DIRECT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """One program a (KV head and tile of its query heads, split, row).
+    """One program a (KV head and tile of its query heads, split, row), for the context from first_key on.
 
-    A split is split_size keys, or where that is 0 the row's context over num_splits, up to a multiple of TILE;
-    the last takes what is left.
+    A split is split_size keys, or where that is 0 an equal part of those keys, up to a multiple of TILE; the last
+    takes what is left. Its result goes to slot first_slot + split of the row's num_slots.
     DIRECT (one split) writes the output, else the normalised partial output and its base-2 log-sum-exp; an
     empty split writes (0, -inf), so the second stage never reads memory that nothing wrote.
     """
@@ -73,8 +83,9 @@ def _attend_split(
     )
     split_len = split_size
     if split_size == 0:
-        split_len = tl.cdiv(tl.cdiv(context_len, num_splits), TILE) * TILE
-    start = split * split_len
+        length = tl.maximum(context_len - first_key, 0)
+        split_len = tl.cdiv(tl.cdiv(length, num_splits), TILE) * TILE
+    start = first_key + split * split_len
     end = tl.minimum(start + split_len, context_len)
     if split == num_splits - 1:
         end = context_len
@@ -109,7 +120,7 @@ def _attend_split(
             mask=mask,
         )
     else:
-        slots = (row * (NUM_KV_HEADS * GROUP) + head_ids) * num_splits + split
+        slots = (row * (NUM_KV_HEADS * GROUP) + head_ids) * num_slots + first_slot + split
         tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
         tl.store(lse_ptr + slots, lse, mask=heads < num_heads)
 
@@ -155,20 +166,32 @@ class SplitKVDecode(TritonDecodeKernel):
             num_splits = plan_splits(problem).num_splits
         # With split_size always the same two programs: another might round differently.
         if num_splits == 1 and not split_size:
-            attend_splits(call, None, None, 1, split_size, shape)
+            attend_splits(call, None, None, shape, 1)
             return
         partial, lse = partial_views(
             call.workspace, problem.batch_size, problem.num_q_heads, num_splits, problem.head_dim, like=call.q
         )
-        attend_splits(call, partial, lse, num_splits, split_size, shape)
+        attend_splits(call, partial, lse, shape, num_splits, split_size)
         # A constant step with split_size, since the order of the sums must not follow the batch.
         merge_splits(partial, lse, call.out, chunk=MAX_CHUNK if split_size else chunk_for(num_splits))
 
 
 def attend_splits(
-    call: Call, partial: Tensor | None, lse: Tensor | None, num_splits: int, split_size: int, shape: TileShape
+    call: Call,
+    partial: Tensor | None,
+    lse: Tensor | None,
+    shape: TileShape,
+    num_splits: int,
+    split_size: int = 0,
+    first_key: int = 0,
+    first_slot: int = 0,
 ) -> None:
-    """The first stage: each split's partial output and log-sum-exp, or, without them, the output of the one split."""
+    """The first stage: partial output and log-sum-exp of each split of the keys from first_key on.
+
+    partial, lse: as merge_splits takes them, with slots for first_slot + num_splits splits at least; None, with one
+    split, to write the output itself. first_key: a multiple of the tile.
+    """
+    num_slots = 1 if lse is None else lse.shape[2]
     problem = call.problem
     _attend_split[(problem.num_kv_heads * head_tiles(problem), num_splits, problem.batch_size)](
         call.q,
@@ -182,6 +205,9 @@ def attend_splits(
         call.scale_log2,
         num_splits,
         split_size,
+        first_key,
+        first_slot,
+        num_slots,
         *call.q.stride()[:2],
         *call.cache_strides,
         call.block_table.stride(0),
