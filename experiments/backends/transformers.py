@@ -38,7 +38,9 @@ class TransformersReference:
         cls, directory: Path, *, dtype: torch.dtype, device: torch.device
     ) -> TransformersReference:
         """Load a checkpoint by Transformers' own loader. It runs no code that comes with the checkpoint."""
-        model = import_transformers().AutoModelForCausalLM.from_pretrained(
+        transformers = import_transformers()
+        transformers.utils.logging.disable_progress_bar()  # it would write into the sweep's own
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation="eager",
