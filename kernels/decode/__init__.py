@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs
 from kernels.decode.fixed_split import FixedSplitDecode
+from kernels.decode.flashinfer import FlashInferDecode
 from kernels.decode.reference import ReferenceDecode
+from kernels.decode.sdpa import SdpaDecode
 from kernels.decode.shared_prefix import SharedPrefixDecode
 from kernels.decode.single_pass import SinglePassDecode
 from kernels.decode.split_kv import SplitKVDecode
@@ -46,5 +48,7 @@ for _kernel in (
     FixedSplitDecode(),
     StreamKDecode(),
     SharedPrefixDecode(),
+    SdpaDecode(),
+    FlashInferDecode(),
 ):
     register(_kernel.name)(_kernel)

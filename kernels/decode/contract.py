@@ -88,6 +88,15 @@ class DecodeKernel(ABC):
         """
         return None
 
+    def prepare(
+        self, problem: DecodeProblem, block_table: Tensor, context_lens: Tensor, scale: float | None = None
+    ) -> dict[str, Any]:
+        """Further options that hold for these very tables and lengths, of kernels that must read them on the host.
+
+        Empty for kernels of this project: they read nothing back. A call without them prepares for itself.
+        """
+        return {}
+
     @abstractmethod
     def __call__(
         self,

@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from kernels import decode
-from kernels.decode import DecodeKernel
+from kernels.decode import DecodeKernel, DecodeProblem
+from kernels.decode.launch import TritonDecodeKernel
 from tests.kernels.decode_cases import Case, expected, make_case, worst_error
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-KERNELS = [name for name in decode.names() if name != "reference"]
-TRITON_KERNELS = [name for name in KERNELS if name in ("single_pass", "split_kv")]
+PROBLEM = DecodeProblem(1, 4, 2, 64, 16, 100, torch.bfloat16, CUDA)
+KERNELS = [
+    name for name in decode.names() if name != "reference" and decode.get(name).supports(PROBLEM) is None
+]
+TRITON_KERNELS = [name for name in KERNELS if isinstance(decode.get(name), TritonDecodeKernel)]
 HEADS = [(64, 8), (32, 8), (16, 8), (14, 2), (8, 8), (9, 3)]
 RAGGED = [1, 0, 15, 16, 17, 255, 256, 257, 1000, 4096, 40_000]
 
@@ -29,7 +33,9 @@ def run(kernel: DecodeKernel, case: Case, **options: object) -> torch.Tensor:
     workspace = kernel.workspace(case.problem, CUDA)
     if workspace is not None:
         workspace.fill_(float("nan"))
-    return kernel(*case.inputs, out=case.out, workspace=workspace, **(kernel.plan(case.problem) | options))
+    prepared = kernel.prepare(case.problem, case.block_table, case.context_lens)
+    options = kernel.plan(case.problem) | prepared | options
+    return kernel(*case.inputs, out=case.out, workspace=workspace, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
