@@ -215,10 +215,13 @@ class LLM:
         finally:
             self.engine.abort(request_id, report=False)
 
-    def forced_logits(self, prompt_token_ids: Sequence[int], continuation_ids: Sequence[int]) -> torch.Tensor:
+    def forced_logits(
+        self, prompt_token_ids: Sequence[int], continuation_ids: Sequence[int], *, eager: bool = False
+    ) -> torch.Tensor:
         """[len(continuation_ids), vocab_size] fp32 on the device: the logits that precede each given token.
 
         Teacher forcing: the prompt runs as prefill, then one decode step for each token, with the engine's kernels.
+        eager: without CUDA graphs, so that forward hooks on the model fire.
         The engine must have no unfinished requests; the prefix cache is not used.
         """
         if self.engine.has_unfinished_requests():
@@ -243,7 +246,9 @@ class LLM:
             )
         blocks.admit(request, [])
         try:
-            return self.runner.forced_logits(token_ids, len(prompt_token_ids), request.block_table)
+            return self.runner.forced_logits(
+                token_ids, len(prompt_token_ids), request.block_table, eager=eager
+            )
         finally:
             blocks.free(request)
 

@@ -128,7 +128,7 @@ def locate(
     own = capture(
         dict(llm.model.named_modules()),
         names,
-        lambda: llm.forced_logits(prompt_ids, continuation),
+        lambda: llm.forced_logits(prompt_ids, continuation, eager=True),
         batched=False,
     )
     theirs = capture(

@@ -225,12 +225,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forced_logits(
-        self, token_ids: Sequence[int], num_prompt_tokens: int, block_table: Sequence[int]
+        self, token_ids: Sequence[int], num_prompt_tokens: int, block_table: Sequence[int], *, eager: bool
     ) -> torch.Tensor:
         """[len(token_ids) - num_prompt_tokens, vocab_size] fp32: the logits before each token after the prompt.
 
         The prompt runs as prefill chunks, every later token as a decode step, with this engine's own kernels, and its
-        graphs if it has them. Uses slot 0: no request may be running.
+        graphs if it has them and eager is False. Uses slot 0: no request may be running.
         """
         budget = self.config.max_num_batched_tokens
         self.state.apply(
@@ -247,7 +247,7 @@ class ModelRunner:
             rows.append(self._run_eagerly(step, sampled, SamplingKind())[1].float())
         for position in range(num_prompt_tokens, len(token_ids) - 1):
             self.state.newest[0] = token_ids[position]
-            if self.graphs is not None:
+            if self.graphs is not None and not eager:
                 logits = self.graphs.replay((0,), SamplingKind())[1]
             else:
                 logits = self._run_eagerly(StepInput((), (), (0,), position + 1, ()), (0,), SamplingKind())[1]

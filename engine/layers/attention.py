@@ -14,6 +14,7 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weight_shard import WeightShard
 from engine.parallel.group import ParallelGroup
 from kernels.kv_write import write_kv
+from kernels.qk_norm_rope_write import qk_norm_rope_write
 
 
 class Attention(nn.Module):
@@ -41,6 +42,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.norm_eps = norm_eps
         self.kernels = kernels
         projections = (
             split_heads("q_proj", num_q_heads, head_dim, group),
@@ -74,11 +76,27 @@ class Attention(nn.Module):
         """
         qkv = self.qkv_proj(hidden)
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(self.qkv_proj.sizes, dim=1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rotary(q, k, positions)
         k_cache, v_cache = kv_cache.unbind(0)
-        write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, use_triton=self.kernels.use_triton)
+        if self.kernels.use_triton:
+            qk_norm_rope_write(
+                q,
+                k,
+                v,
+                self.q_norm.weight if self.q_norm is not None else None,
+                self.k_norm.weight if self.k_norm is not None else None,
+                self.norm_eps or 0.0,
+                positions,
+                rotary.cos_sin,
+                k_cache,
+                v_cache,
+                metadata.slot_mapping,
+                use_triton=True,
+            )
+        else:  # the same in its parts, each a module that a forward hook can watch
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            rotary(q, k, positions)
+            write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, use_triton=False)
         return self.o_proj(self._attend(q, k_cache, v_cache, metadata).flatten(1))
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
