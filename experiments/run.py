@@ -23,25 +23,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = arguments.prepare(sys.argv[1:] if argv is None else argv, cwd)
     codes: list[int] = []
 
-    @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(arguments.CONF), config_name="config")
     def job(config: DictConfig) -> int:
         code = run_job(config)
         codes.append(code)
         return code
 
-    full_errors = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; what is shown is decided here
+    # Hydra raises, with this set; what is shown of an error is decided here.
+    full_errors = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [sys.argv[0], *prepared]
     error: Exception | None = None
     try:
         job()
     except KeyboardInterrupt:
         codes.append(session.INTERRUPTED)
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as exception:
-        if full_errors:
+    except (HydraException, OmegaConfBaseException, ValueError, OSError, ImportError) as exception:
+        if full_errors == "1":
             raise
         error = exception
         print(f"error: {explain(exception)}\n(HYDRA_FULL_ERROR=1 shows where)", file=sys.stderr)
+    finally:
+        if full_errors is None:
+            del os.environ["HYDRA_FULL_ERROR"]
     if arguments.is_multirun(prepared) and arguments.sweep_folder(prepared).exists():
         from experiments import multirun
 

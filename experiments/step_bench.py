@@ -14,6 +14,7 @@ from experiments.backends.engine import (
     EngineSetup,
     check_greedy,
     check_last_token,
+    engine_options,
     greedy_reference,
     slack_for,
     time_decode_steps,
@@ -43,6 +44,7 @@ def step_point(
     num_steps: int,
 ) -> Point:
     """A decode step of the engine with one variant's kernels; num_steps timed steps in each round."""
+    engine_options(settings)  # refuses what LLM would, before anything runs
     setup = EngineSetup(settings, variant, tp)
     params = setup.columns() | {
         "level": "step",

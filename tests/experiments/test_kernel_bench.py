@@ -1,0 +1,150 @@
+"""Correct before timed: wrong, crashing, unsupported, interpreted kernels get a row, the good one a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.decode_bench import DecodeBench
+from experiments.kernel_bench import measure, relative_error
+from experiments.roofline import Ceilings
+from experiments.settings import Settings, Variant, resolve
+from experiments.suites import Point, PointContext
+from kernels import decode
+from kernels.decode import DecodeKernel
+from tests.experiments.fake_run import composed
+
+
+class Faulty(DecodeKernel):
+    """The torch kernel with a fault."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def supports(self, problem: decode.DecodeProblem) -> str | None:
+        return "heads are too many" if self.name == "unable" else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.name == "crashing":
+            raise RuntimeError("illegal something")
+        if self.name == "greedy_for_memory":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        out: torch.Tensor = kwargs["out"]
+        if self.name == "lazy":
+            return out
+        decode.get("torch")(*args, **kwargs)
+        if self.name == "wrong":
+            out[0, -1] *= 1.01
+        return out
+
+
+FAULTS = ("unable", "crashing", "greedy_for_memory", "lazy", "wrong")
+
+
+@pytest.fixture(autouse=True)
+def faulty_kernels() -> Iterator[None]:
+    registry = decode.register.__self__  # type: ignore[attr-defined]
+    for name in FAULTS:
+        decode.register(name)(Faulty(name))
+    yield
+    for name in FAULTS:
+        del registry._kernels[name]
+
+
+def measured(
+    variants: list[Variant], tmp_path: Any, limit: int = 512, dtype: str = "float32"
+) -> list[dict[str, Any]]:
+    settings = Settings.parse(resolve(composed([], root=tmp_path), tmp_path))
+    point = Point("s", {"level": "kernel", "dtype": dtype, "batch_size": 2, "context_len": 40})
+    context = PointContext(settings, torch.device("cpu"), Ceilings(1e9, {dtype: 1e9}), "r", "cpu")
+    bench = DecodeBench((40, 17), 4, 2, 32, 16, dtype, torch.device("cpu"), variants)
+    return measure(bench, point, context, cache_states=("cold", "hot"), max_interpreted_size=limit)
+
+
+def test_every_fault_is_a_row_without_a_time_and_the_others_are_timed(tmp_path: Any) -> None:
+    names = [*FAULTS, "torch", "single_pass"]
+    rows = measured([Variant(name, name) for name in names], tmp_path)
+    status = {row["variant"]: row["status"] for row in rows}
+    on_cpu = {"single_pass": "not_timed"} if not torch.cuda.is_available() else {}
+    assert status == {
+        "unable": "unsupported",
+        "crashing": "error",
+        "greedy_for_memory": "oom",
+        "lazy": "incorrect",
+        "wrong": "incorrect",
+        "torch": "ok",
+        **on_cpu,
+    }
+    assert [row["variant"] for row in rows] == sorted((row["variant"] for row in rows), key=names.index)
+    for row in rows:
+        assert (row["time_us"] is not None) == (row["status"] == "ok")
+        assert (row["error"] is not None) == (row["status"] != "ok")
+    timed = [row for row in rows if row["variant"] == "torch"]
+    assert [(row["cache_state"], row["round"]) for row in timed] == [
+        (state, i) for state in ("cold", "hot") for i in range(3)
+    ]
+    for row in timed:
+        assert len(row["samples_us"]) == 3
+        assert sorted(row["samples_us"])[1] == row["time_us"]
+        assert row["max_rel_err"] < row["tolerance"]
+        assert row["timing_method"] == "perf_counter"
+        assert row["floor_us"] == pytest.approx(max(row["bytes"], row["flops"]) / 1e9 * 1e6)
+        assert row["roofline_fraction"] == pytest.approx(row["floor_us"] / row["time_us"])
+
+
+def test_a_wrong_kernel_is_told_by_how_much(tmp_path: Any) -> None:
+    (row,) = measured([Variant("wrong", "wrong")], tmp_path)
+    assert row["max_rel_err"] == pytest.approx(0.01, rel=0.05)
+    assert "tolerance" in row["error"]
+    (row,) = measured([Variant("lazy", "lazy")], tmp_path)
+    assert row["max_rel_err"] is None
+    assert "not finite" in row["error"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton does not interpret on a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_interpreted_kernels_are_checked_at_small_shapes_only(tmp_path: Any, dtype: str) -> None:
+    (row,) = measured([Variant("split_kv", "split_kv")], tmp_path, dtype=dtype)
+    assert (row["status"], row["time_us"]) == ("not_timed", None)
+    assert row["max_rel_err"] is not None
+    assert "interpreter" in row["error"]
+    (row,) = measured([Variant("split_kv", "split_kv")], tmp_path, limit=50, dtype=dtype)
+    assert (row["status"], row["max_rel_err"]) == ("not_timed", None)
+    assert "57 tokens" in row["error"]
+
+
+def test_options_of_a_variant_reach_the_kernel(tmp_path: Any) -> None:
+    (row,) = measured([Variant("odd", "torch", options={"no_such_option": 1})], tmp_path)
+    assert row["status"] == "error"
+    assert "no_such_option" in row["error"]
+
+
+def test_inputs_are_shuffled_over_a_larger_pool_and_nan_where_no_token_is() -> None:
+    bench = DecodeBench((40, 17), 4, 2, 32, 16, "float32", torch.device("cpu"), [])
+    inputs = bench.make_inputs(torch.Generator().manual_seed(3))
+    used = [*inputs.block_table[0, :3].tolist(), *inputs.block_table[1, :2].tolist()]
+    assert len(set(used)) == 5
+    assert used != sorted(used)
+    assert inputs.k_cache.shape[0] > 5
+    real = (~inputs.k_cache.isnan()).all(-1).all(-1).sum().item()
+    assert real == 40 + 17
+    assert (inputs.k_cache.isnan() == inputs.v_cache.isnan()).all()
+    other = bench.make_inputs(torch.Generator().manual_seed(4))
+    assert not torch.equal(inputs.q, other.q)
+
+
+def test_relative_error_is_per_row_and_sees_what_is_not_finite() -> None:
+    expected = torch.tensor([[100.0, 1.0], [1e-3, 1e-3]])
+    assert relative_error([expected + torch.tensor([[0.0, 1.0], [0.0, 0.0]])], [expected]) == pytest.approx(
+        0.01
+    )
+    assert relative_error([expected + torch.tensor([[0.0, 0.0], [0.0, 1e-3]])], [expected]) == pytest.approx(
+        1.0
+    )
+    assert relative_error([torch.full((2, 2), float("nan"))], [expected]) == float("inf")
+    zeros = torch.zeros(1, 2)
+    assert relative_error([zeros], [zeros]) == 0.0
+    assert relative_error([zeros + 1e-6], [zeros]) > 1.0

@@ -1,0 +1,233 @@
+"""Sweeps that survive: failing, hanging and dying points, kills, resumes, two at once, a disk that refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import experiments
+from experiments.records import RECORDS, read_rows
+from tests.experiments.fake_run import ROOT, command, only_folder, run
+
+# What says when a row was made, not what it says.
+VOLATILE = ["run_id"]
+
+
+def table(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in VOLATILE} for row in read_rows(folder / RECORDS)]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_failing_points_are_rows_and_the_others_go_on(tmp_path: Path) -> None:
+    assert run(["ok", "raise", "oom", "ok"], root=tmp_path, plots=True) == 1
+    folder = only_folder(tmp_path)
+    df = experiments.load(folder)
+    assert df.groupby("context_len")["status"].first().tolist() == ["ok", "error", "oom", "ok"]
+    failed = df[df["status"] != "ok"]
+    assert failed["time_us"].isna().all()
+    assert "this point always fails" in failed["error"].iloc[0]
+    assert "20.00 GiB" in failed["error"].iloc[1]
+    assert (folder / "plots" / "time.png").stat().st_size > 1000
+    report = (folder / "report.md").read_text()
+    assert "this point always fails" in report
+
+
+def test_all_points_good_is_exit_code_zero_and_a_whole_folder(tmp_path: Path) -> None:
+    assert run(["ok", "ok"], root=tmp_path, plots=True) == 0
+    folder = only_folder(tmp_path)
+    for name in (
+        RECORDS,
+        "config.yaml",
+        "provenance.json",
+        "table.csv",
+        "report.md",
+        "report.html",
+        "plots/time.png",
+    ):
+        assert (folder / name).stat().st_size > 0, name
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["command"] == "python -m experiments.run a=b"
+    assert len(provenance["git"]["commit"]) == 40
+    assert provenance["git"]["dirty"] in (True, False)
+    assert provenance["packages"]["torch"]
+    assert provenance["ceilings"]["read_bytes_per_s"] > 1e8
+    assert 'src="data:image/png;base64,' in (folder / "report.html").read_text()
+
+
+def test_a_hanging_point_is_a_timeout_in_this_process_and_in_its_own(tmp_path: Path) -> None:
+    for isolate in (False, True):
+        root = tmp_path / str(isolate)
+        start = time.monotonic()
+        assert run(["hang", "ok"], root=root, isolate=isolate, timeout_s=1.0 if not isolate else 8.0) == 1
+        assert time.monotonic() - start < 60
+        df = experiments.load(root)
+        assert df["status"].tolist() == ["timeout", "ok", "ok", "ok"]
+        assert "took longer than" in df["error"].iloc[0]
+
+
+def test_a_point_that_kills_its_process_is_a_row(tmp_path: Path) -> None:
+    assert run(["ok", "kill", "ok"], root=tmp_path, isolate=True) == 1
+    df = experiments.load(tmp_path)
+    assert df["status"].tolist() == ["ok"] * 3 + ["error"] + ["ok"] * 3
+    assert "SIGKILL" in df["error"].iloc[3]
+
+
+def test_isolated_points_run_in_processes_of_their_own_and_give_the_same_rows(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run(["ok", "ok"], root=tmp_path / "own", isolate=True, bench={"log": str(log)}) == 0
+    pids = {line.split()[1] for line in log.read_text().splitlines()}
+    assert len(pids) == 2
+    assert str(os.getpid()) not in pids
+    assert run(["ok", "ok"], root=tmp_path / "here") == 0
+    assert [{**row, "point_id": ""} for row in table(only_folder(tmp_path / "own"))] == [
+        {**row, "point_id": ""} for row in table(only_folder(tmp_path / "here"))
+    ]
+
+
+@pytest.mark.parametrize("cut", [0.02, 0.3, 0.5, 0.77, 0.999])
+def test_a_run_cut_anywhere_resumes_to_the_same_table(tmp_path: Path, cut: float) -> None:
+    points = ["ok", "raise", "ok", "ok"]
+    log = tmp_path / "log"
+    assert run(points, root=tmp_path / "whole", bench={"log": str(log)}) == 1
+    whole = only_folder(tmp_path / "whole")
+    data = (whole / RECORDS).read_bytes()
+    kept = data[: int(cut * len(data))]
+    (whole / RECORDS).write_bytes(kept)
+    ends = [len(b"".join(data.splitlines(keepends=True)[:n])) for n in (3, 4, 7, 10)]
+    finished = sum(end <= len(kept) for end in ends)
+    log.write_text("")
+    expected = [json.loads(line) for line in data.splitlines()]
+    assert run(points, root=tmp_path, folder=str(whole), resume=True, bench={"log": str(log)}) == 1
+    assert len(log.read_text().splitlines()) == len(points) - finished
+    assert read_rows(whole / RECORDS) == expected
+
+
+def test_resume_repeats_failed_points_only_when_asked(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options: dict[str, Any] = {"root": tmp_path, "bench": {"log": str(log)}}
+    run(["ok", "raise"], **options)
+    folder = only_folder(tmp_path)
+    run(["ok", "raise"], folder=str(folder), resume=True, **options)
+    assert len(log.read_text().splitlines()) == 2
+    run(["ok", "raise"], folder=str(folder), resume=True, retry_failed=True, **options)
+    assert len(log.read_text().splitlines()) == 3
+    assert len(read_rows(folder / RECORDS)) == 4
+
+
+def test_resume_refuses_another_configuration_and_an_old_folder_needs_resume(tmp_path: Path) -> None:
+    run(["ok"], root=tmp_path)
+    folder = only_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"differs in bench\.points"):
+        run(["ok", "ok"], root=tmp_path, folder=str(folder), resume=True)
+    with pytest.raises(ValueError, match="already exists"):
+        run(["ok"], root=tmp_path, folder=str(folder))
+
+
+def test_kill_9_during_a_sweep_then_resume(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "run"
+    points = ["ok"] * 6
+    bench = f", seconds: 0.4, log: '{log}'"
+    typed = command(points, root=tmp_path, bench=bench, more=[f"run.folder={folder}"])
+    child = subprocess.Popen(typed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    before = len({row["point_id"] for row in read_rows(folder / RECORDS)})
+    assert 1 <= before < 6
+    done = subprocess.run([*typed, "run.resume=true"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    runs = [line.split()[0] for line in log.read_text().splitlines()]
+    assert len(runs) <= 7  # six points, and the one that the kill cut off once more
+    whole = tmp_path / "whole"
+    assert run(points, root=whole, bench={"seconds": 0.4, "log": str(log)}) == 0
+    stripped = [{k: v for k, v in row.items() if k != "run_id"} for row in read_rows(folder / RECORDS)]
+    assert stripped == table(only_folder(whole))
+
+
+def test_a_killed_sweep_leaves_no_isolated_child(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    bench = f", log: '{log}'"
+    typed = command(["hang"], root=tmp_path, bench=bench, more=["run.isolate=true"])
+    parent = subprocess.Popen(typed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: log.exists() and log.read_text())
+    child = int(log.read_text().split()[1])
+    assert child != parent.pid
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_for(lambda: not Path(f"/proc/{child}").exists())
+
+
+def test_two_sweeps_started_together_never_share_a_folder(tmp_path: Path) -> None:
+    typed = command(["ok", "ok"], root=tmp_path, bench=", seconds: 0.2")
+    children = [
+        subprocess.Popen(typed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    assert [child.wait(timeout=120) for child in children] == [0, 0]
+    folders = sorted(path.parent for path in tmp_path.rglob(RECORDS))
+    assert len(folders) == 2
+    for folder in folders:
+        rows = read_rows(folder / RECORDS)
+        assert len(rows) == 6
+        assert {row["run_id"] for row in rows} == {folder.name}
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    import fcntl
+
+    run(["ok"], root=tmp_path)
+    folder = only_folder(tmp_path)
+    with (folder / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(ValueError, match="another process"):
+            run(["ok"], root=tmp_path, folder=str(folder), resume=True)
+
+
+def test_ctrl_c_leaves_a_valid_folder(tmp_path: Path) -> None:
+    assert run(["ok", "interrupt", "ok"], root=tmp_path, plots=True) == 130
+    folder = only_folder(tmp_path)
+    assert len(read_rows(folder / RECORDS)) == 3
+    assert (folder / "report.md").exists()
+
+
+def test_a_disk_that_refuses_is_an_error_before_the_first_point(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(["ok"], root=blocked, bench={"log": str(log)})
+    assert not log.exists()
+
+
+def test_rows_already_measured_are_kept_when_the_disk_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from experiments import records
+
+    fsync, calls = os.fsync, 0
+
+    def full(file: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(28, "No space left on device")
+        fsync(file)
+
+    monkeypatch.setattr(records.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        run(["ok", "ok", "ok"], root=tmp_path)
+    assert len(experiments.load(tmp_path)) >= 3
