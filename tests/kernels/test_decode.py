@@ -50,8 +50,7 @@ def test_reference_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("block_size", [1, 16, 64, 256])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(("block_size", "strided"), [(1, False), (16, True), (64, False), (256, True)])
 def test_ragged_contexts(name: str, block_size: int, strided: bool, device: torch.device) -> None:
     case = make_case([1, 0, 300, 64, 129], block_size=block_size, strided=strided, device=device)
     check(name, case)

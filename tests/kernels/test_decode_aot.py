@@ -143,7 +143,7 @@ def launches() -> dict[str, list[Launch]]:
             for launch in stream_k(label, PROBLEMS[label], 256 if "p16" in label else 16)
         ],
         "shared_prefix": [shared_prefix(label, PROBLEMS[label]) for label in (*HARD, "qwen3_bf16_p64")],
-        "single_pass": [single_pass(label, p) for label, p in PROBLEMS.items()],
+        "single_pass": [single_pass(label, PROBLEMS[label]) for label in HARD],
         "merge": [
             merge(label, PROBLEMS[label], chunk)
             for label in ("qwen3_bf16_p16", "bf16_group1_d80", "fp32_mqa_d256")
