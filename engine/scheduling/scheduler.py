@@ -179,6 +179,10 @@ class Scheduler:
         for request in self.running:
             if budget and not request.is_decoding:
                 budget -= self._schedule_chunk(request, budget, schedule)
+        if schedule.preempted:
+            # Its last step may still be under way: until that is collected its newest token is unknown, and what
+            # that step wrote went to the blocks that it has lost.
+            return
         while self.waiting and budget and self._free_slots:
             request = self.waiting[0]
             prefix = self.block_manager.find_prefix(request)
