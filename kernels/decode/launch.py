@@ -73,11 +73,14 @@ class TritonDecodeKernel(DecodeKernel):
     ) -> Tensor:
         """See DecodeKernel.__call__; the options are those of the kernel's `launch`."""
         check_inputs(q, k_cache, v_cache, block_table, context_lens, out)
+        problem = problem_of(q, k_cache, block_table)
+        reason = self.supports(problem)
+        if reason is not None:
+            raise ValueError(f"{self.name}: {reason}")
         out = torch.empty_like(q) if out is None else out
         if q.shape[0] == 0:
             return out
         scale_log2 = (q.shape[2] ** -0.5 if scale is None else scale) * LOG2_E
-        problem = problem_of(q, k_cache, block_table)
         call = Call(q, k_cache, v_cache, block_table, context_lens, out, workspace, scale_log2, problem)
         with on_device(q):
             self.launch(call, **options)

@@ -249,6 +249,8 @@ def test_triton_kernels_say_what_they_do_not_take(device: torch.device) -> None:
         assert "head_dim is 512" in str(decode.get(name).supports(wide))
         assert "torch.float64" in str(decode.get(name).supports(double))
         assert decode.get(name).supports(DecodeProblem(1, 4, 2, 64, 16, 100, torch.float16, device)) is None
+        with pytest.raises(ValueError, match=f"{name}: dtype is torch.float64"):
+            decode.get(name)(*make_case([5], dtype=torch.float64, device=device).inputs)
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="about Triton's interpreter")
