@@ -34,7 +34,11 @@ class DecodeInputs:
 
 @dataclass(frozen=True)
 class DecodeBench:
-    """Decode attention of `context_lens` (a host tuple, one a row) and the variants to compare on it."""
+    """Decode attention of `context_lens` (a host tuple, one a row) and the variants to compare on it.
+
+    contiguous: each row's blocks in order, row after row, instead of shuffled. shared_prefix_len: tokens in whole
+    blocks that every row begins with. Both as DecodeProblem means them.
+    """
 
     context_lens: tuple[int, ...]
     num_q_heads: int
@@ -44,6 +48,8 @@ class DecodeBench:
     dtype: str
     device: torch.device
     variants: Sequence[Variant]
+    contiguous: bool = False
+    shared_prefix_len: int = 0
 
     @cached_property
     def problem(self) -> decode.DecodeProblem:
@@ -56,11 +62,14 @@ class DecodeBench:
             max_context_len=max(self.context_lens),
             dtype=getattr(torch, self.dtype),
             device=self.device,
+            contiguous=self.contiguous,
+            shared_prefix_len=self.shared_prefix_len,
         )
 
     @property
     def cost(self) -> Cost:
-        return costs.decode_attention(
+        """As costs.py has it, less the reads of a shared prefix after the first row's."""
+        apart = costs.decode_attention(
             self.context_lens,
             self.num_q_heads,
             self.num_kv_heads,
@@ -68,6 +77,10 @@ class DecodeBench:
             self.problem.dtype,
             self.block_size,
         )
+        prefix_bytes = costs.kv_bytes(
+            self.shared_prefix_len, self.num_kv_heads, self.head_dim, self.problem.dtype
+        )
+        return Cost(apart.bytes - (len(self.context_lens) - 1) * prefix_bytes, apart.flops)
 
     @property
     def input_bytes(self) -> int:
@@ -78,11 +91,14 @@ class DecodeBench:
         return sum(self.context_lens)
 
     def make_inputs(self, generator: torch.Generator) -> DecodeInputs:
-        """Standard normal queries, keys and values; every row's blocks anywhere in a pool larger than needed."""
+        """Standard normal queries, keys and values; the blocks of a row anywhere in a pool larger than needed."""
         device, dtype = self.device, self.problem.dtype
         counts = [-(-length // self.block_size) for length in self.context_lens]
+        num_shared = self.shared_prefix_len // self.block_size
         num_blocks = int(sum(counts) * POOL_FACTOR) + 1
         order = torch.randperm(num_blocks, generator=generator, device=device, dtype=torch.int32)
+        if self.contiguous:
+            order = order.sort().values
         table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
         shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
         k_cache, v_cache = (
@@ -91,6 +107,7 @@ class DecodeBench:
         start = 0
         for row, (length, count) in enumerate(zip(self.context_lens, counts)):
             table[row, :count] = order[start : start + count]
+            table[row, :num_shared] = table[0, :num_shared]
             start += count
             for cache in (k_cache, v_cache):
                 cache[table[row, count - 1].long(), (length - 1) % self.block_size + 1 :] = float("nan")
@@ -123,8 +140,9 @@ class DecodeBench:
         def bind(inputs: DecodeInputs) -> BoundCall:
             start = time.perf_counter()
             plan = kernel.plan(self.problem)
-            plan_us = 1e6 * (time.perf_counter() - start)
-            plan = {**plan, **variant.options}
+            plan_us = 1e6 * (time.perf_counter() - start)  # prepare is no part of it: few kernels have one
+            plan |= kernel.prepare(self.problem, inputs.block_table, inputs.context_lens)
+            plan |= variant.options
             workspace = kernel.workspace(self.problem, self.device)
             call, out = _call(kernel, inputs, plan, workspace)
             return BoundCall(call, (out,), plan_us)

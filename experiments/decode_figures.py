@@ -60,7 +60,9 @@ def step_figures(table: pd.DataFrame) -> dict[str, Figure]:
 
 def _panels(table: pd.DataFrame) -> dict[str, Any]:
     """Batch sizes across; down, what else varies: tensor parallel, or else head counts."""
-    rows = next((name for name in ("tp", "num_q_heads", "dtype") if table[name].nunique() > 1), None)
+    rows = next(
+        (name for name in ("tp", "num_q_heads", "dtype") if name in table and table[name].nunique() > 1), None
+    )
     order = list(dict.fromkeys(table["variant"]))
     return {"columns": "batch_size", "rows": rows, "order": order, "empty": UNTIMED}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def resolve(config: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
         run["folder"] = str(cwd / Path(run["folder"]).expanduser())
     if run["timeout_s"] is not None:
         size["timeout_s"] = run["timeout_s"]
-    sizes = config.pop("sizes")
+    sizes, default = config.pop("sizes"), config.pop("default_attention", None)
     if size["name"] not in sizes:
         raise ValueError(f"the suite has no size {size['name']!r}; known: {', '.join(sizes)}")
     bench = {
@@ -175,7 +175,7 @@ def resolve(config: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     return config | {
         "device": device,
         "model": _model(config["model"], cwd, on_gpu),
-        "attention": _variants(config["attention"], device),
+        "attention": _variants(config["attention"] or default, device),
         "size": size,
         "bench": bench,
         "run": run,
@@ -208,15 +208,23 @@ def _model(values: Mapping[str, Any], cwd: Path, on_gpu: bool) -> dict[str, Any]
     }
 
 
-def _variants(attention: Mapping[str, Any], device: str) -> dict[str, Any]:
+def _variants(attention: Mapping[str, Any] | Sequence[str] | None, device: str) -> dict[str, Any]:
+    """Variants by name, each with its decode kernel; "*" stands for every kernel that runs on the device."""
     import torch
 
     from kernels import decode
 
-    if not attention:
-        names = [name for name in decode.available(torch.device(device)) if name != "reference"]
-        return {name: {"decode": name} for name in names}
-    variants = {name: {"decode": name, **(entry or {})} for name, entry in attention.items()}
+    if not isinstance(attention, Mapping):
+        attention = {name: {} for name in attention or ["*"]}
+    variants: dict[str, Any] = {}
+    for name, entry in attention.items():
+        variant = {"decode": name, **(entry or {})}
+        if variant["decode"] != "*":
+            variants[name] = variant
+            continue
+        for each in decode.available(torch.device(device)):
+            if each != "reference":
+                variants.setdefault(each, {"decode": each})
     for name, variant in variants.items():
         try:
             decode.get(variant["decode"])

@@ -73,7 +73,7 @@ def measure_step(point: Point, context: PointContext, *, max_interpreted_tokens:
         return [context.row(point, status="not_timed", error=f"not run in Triton's interpreter: {reason}")]
     total = WARM_UP_STEPS + settings.size.rounds * num_steps
     # The context grows by a token a step; its mean over the timed steps is what was asked for.
-    prompt_len = max(context_len - total // 2, 1)
+    prompt_len = max(context_len - WARM_UP_STEPS - (total - WARM_UP_STEPS + 1) // 2, 1)
     check_tokens = 3 if interpreted else CHECK_TOKENS
     check_lengths = CHECK_LENGTHS[:2] if interpreted else CHECK_LENGTHS
     reference = greedy_reference(setup, check_lengths, check_tokens, context.seed(point))

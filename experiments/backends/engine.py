@@ -127,7 +127,11 @@ def check_ranks(device: str, tp: int) -> None:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One timed step in which every request decoded one token. context_lens: KV tokens each attended to."""
+    """One timed step in which every request decoded one token. context_lens: KV tokens each attended to.
+
+    duration_s: from the end of the step before to the end of this one, so that it holds all that a token costs, also
+    where the engine prepares a step while the one before it is under way.
+    """
 
     duration_s: float
     context_lens: tuple[int, ...]
@@ -151,42 +155,56 @@ def time_decode_steps(llm: LLM, prompts: list[list[int]], num_steps: int, warm_u
     """
     from engine import SamplingParams
 
-    blocks = llm.engine.block_manager
+    engine = llm.engine
     longest = max(map(len, prompts)) + num_steps + warm_up + slack_tokens(llm, prompts)
-    needed = len(prompts) * blocks.blocks_for(longest)
-    if needed > blocks.num_blocks:
-        raise UnsupportedError(f"the KV pool has {blocks.num_blocks} blocks, the batch needs {needed}")
+    needed = len(prompts) * engine.block_manager.blocks_for(longest)
+    if needed > engine.block_manager.num_blocks:
+        raise UnsupportedError(
+            f"the KV pool has {engine.block_manager.num_blocks} blocks, the batch needs {needed}"
+        )
     params = SamplingParams(temperature=0.0, max_tokens=longest, ignore_eos=True)
-    names = [llm.engine.add_request(prompt, params) for prompt in prompts]
-    index = {name: i for i, name in enumerate(names)}
-    token_ids: list[list[int]] = [[] for _ in prompts]
+    token_ids: dict[str, list[int]] = {engine.add_request(prompt, params): [] for prompt in prompts}
     steps: list[DecodeStep] = []
-    prefill_s, num_preemptions, left = 0.0, 0, warm_up
+    num_preemptions = 0
+
+    def together() -> bool:
+        """Whether the step that has just ended decoded the whole batch and nothing else."""
+        last = engine.last_step
+        return last.num_decode_tokens == len(prompts) and not last.num_prefill_tokens
+
+    def step() -> None:
+        """A step whose tokens are looked at."""
+        nonlocal num_preemptions
+        for output in engine.step():
+            if output.request_id in token_ids:
+                token_ids[output.request_id] = list(output.token_ids)
+                if output.finish_reason is not None:
+                    raise RuntimeError(f"a request ended early: {output.finish_reason} {output.error or ''}")
+        num_preemptions += engine.last_step.num_preempted
+
     try:
-        while len(steps) < num_steps:
-            for output in llm.engine.step():
-                if output.request_id in index:
-                    token_ids[index[output.request_id]] = list(output.token_ids)
-                    if output.finish_reason is not None:
-                        raise RuntimeError(
-                            f"a request ended early: {output.finish_reason} {output.error or ''}"
-                        )
-            last = llm.engine.last_step
-            num_preemptions += last.num_preempted
-            if last.num_prefill_tokens or last.num_decode_tokens < len(prompts):
-                if steps:
-                    raise RuntimeError("the batch fell apart while it was timed (a request was preempted)")
-                prefill_s += last.duration_s
-            elif left:
-                left -= 1
-            else:
-                # The newest token was sampled from the step; its own KV is not written yet.
-                lens = tuple(len(p) + len(t) - 1 for p, t in zip(prompts, token_ids))
-                steps.append(DecodeStep(last.duration_s, lens))
+        start = engine.clock()
+        while not all(token_ids.values()):
+            step()
+        prefill_s = engine.clock() - start
+        while warm_up:
+            step()
+            warm_up -= together()
+        lens = [len(prompt) + len(token_ids[name]) - 1 for prompt, name in zip(prompts, token_ids)]
+        before = engine.clock()
+        for number in range(1, num_steps + 1):
+            engine.step_finished()
+            now = engine.clock()
+            if not together():
+                raise RuntimeError("the batch fell apart while it was timed (a request was preempted)")
+            # The newest token was sampled from the step; its own KV is not written yet.
+            steps.append(DecodeStep(now - before, tuple(length + number for length in lens)))
+            before = now
+        step()
     finally:
-        for name in names:
-            llm.engine.abort(name, report=False)
-    return DecodeRun(prompts, token_ids, prefill_s, steps, num_preemptions)
+        for name in token_ids:
+            engine.abort(name, report=False)
+    return DecodeRun(prompts, list(token_ids.values()), prefill_s, steps, num_preemptions)
 
 
 def slack_tokens(llm: LLM, prompts: Sequence[Sequence[int]]) -> int:

@@ -28,6 +28,8 @@ class DecodeKernelOptions:
     batch_sizes: Any
     context_lens: Any
     ragged: bool
+    contiguous: bool
+    shared_prefix: float
     cache_states: Any
     max_interpreted_tokens: int
 
@@ -39,6 +41,10 @@ class DecodeKernelOptions:
         states = options.choices("cache_states", self.cache_states, options.CACHE_STATES)
         object.__setattr__(self, "cache_states", states)
         options.flag("ragged", self.ragged)
+        options.flag("contiguous", self.contiguous)
+        options.fraction("shared_prefix", self.shared_prefix)
+        if self.contiguous and (self.ragged or self.shared_prefix):
+            raise ValueError("bench.contiguous excludes bench.ragged and bench.shared_prefix")
         options.positive("max_interpreted_tokens", self.max_interpreted_tokens)
 
 
@@ -62,6 +68,8 @@ class DecodeKernel(Suite):
                 batch_size=batch_size,
                 context_len=context_len,
                 ragged=chosen.ragged,
+                contiguous=chosen.contiguous,
+                shared_prefix=chosen.shared_prefix,
             )
             for dtype, (
                 q_heads,
@@ -85,11 +93,21 @@ class DecodeKernel(Suite):
         return kernel_figures(self.summary(rows))
 
 
-def kernel_point(settings: Settings, *, suite: str, ragged: bool = False, **columns: Any) -> Point:
+def kernel_point(
+    settings: Settings,
+    *,
+    suite: str,
+    ragged: bool = False,
+    contiguous: bool = False,
+    shared_prefix: float = 0.0,
+    **columns: Any,
+) -> Point:
     """A comparison of decode kernels at one shape; its identity holds all that its rows depend on."""
     params = columns | {
         "level": "kernel",
         "ragged": ragged,
+        "contiguous": contiguous,
+        "shared_prefix": shared_prefix,
         "variants": [[v.name, v.decode, dict(v.options)] for v in settings.variants],
         "rounds": settings.size.rounds,
         "samples": settings.size.samples,
@@ -115,7 +133,11 @@ def measure_decode(
     if params["ragged"]:
         rng = random.Random(context.seed(point))
         lens = [rng.randint((length + 1) // 2, length) for length in lens]
+    # In whole blocks, and none of it in the last block of any row, which the row writes to.
+    shared_blocks = int(params["shared_prefix"] * (min(lens) - 1)) // params["block_size"]
     bench = DecodeBench(
+        contiguous=params["contiguous"],
+        shared_prefix_len=shared_blocks * params["block_size"],
         context_lens=tuple(lens),
         num_q_heads=params["num_q_heads"],
         num_kv_heads=params["num_kv_heads"],

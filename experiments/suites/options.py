@@ -42,6 +42,13 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
+def fraction(name: str, value: Any) -> float:
+    """A number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"bench.{name} must be a number from 0 to 1, got {value!r}")
+    return float(value)
+
+
 def heads(name: str, value: Any) -> tuple[tuple[int, int], ...]:
     """Pairs [query heads, KV heads], the former a multiple of the latter."""
     pairs = [value] if value and isinstance(value, list | tuple) and isinstance(value[0], int) else value
