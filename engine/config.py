@@ -13,6 +13,9 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
+MAX_NUM_SEQS = 1 << 20
+"""Every sequence that may run has a row of its own in tensors and lists on the host and the device."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -48,6 +51,8 @@ class EngineConfig:
         for name in ("num_kv_blocks", "max_model_len"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ValueError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
         flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "record_token_times")
         for name in flags:
             if not isinstance(getattr(self, name), bool):
@@ -57,7 +62,7 @@ class EngineConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         for name in ("use_triton", "overlap_scheduling"):
-            if getattr(self, name) not in (True, False, "auto"):
+            if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
                 raise ValueError(f"{name} must be True, False or 'auto', got {getattr(self, name)!r}")
         utilization = self.gpu_memory_utilization
         if (

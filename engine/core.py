@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import IncrementalDetokenizer
 from engine.outputs import EngineTotals, RequestMetrics, RequestOutput, StepStats
 from engine.sampling_params import SamplingParams
+from engine.scalars import as_integer
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Schedule, ScheduledRequest, Scheduler
@@ -114,7 +115,10 @@ class EngineCore:
         """
         params = SamplingParams() if params is None else params
         arrival = self._num_arrivals
-        request_id = f"request-{arrival}" if request_id is None else request_id
+        if request_id is None:
+            request_id = self._new_request_id()
+        elif not isinstance(request_id, str):
+            raise ValueError(f"request_id must be text, got {request_id!r}")
         if request_id in self._tracked:
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
         if not isinstance(params, SamplingParams):
@@ -124,7 +128,12 @@ class EngineCore:
             raise ValueError(
                 f"stop is {params.stop!r}, but the engine has no tokenizer (skip_tokenizer_init)"
             )
-        prompt_token_ids = self._prompt_token_ids(prompt)
+        prompt_token_ids = self.check_token_ids("prompt", self._prompt_token_ids(prompt))
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {len(prompt_token_ids)} tokens; max_model_len is {self.max_model_len} and must leave "
+                "room for at least one new token"
+            )
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -145,28 +154,35 @@ class EngineCore:
         self.scheduler.add(request)
         return request_id
 
-    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt is text, but the engine has no tokenizer (skip_tokenizer_init)")
-            token_ids = self.tokenizer.encode(prompt)
-        else:
-            token_ids = list(prompt)
+    def _new_request_id(self) -> str:
+        """The next "request-N" that no live request has: users may have chosen such a name themselves."""
+        number = self._num_arrivals
+        while f"request-{number}" in self._tracked:
+            number += 1
+        return f"request-{number}"
+
+    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError("prompt is text, but the engine has no tokenizer (skip_tokenizer_init)")
+        return self.tokenizer.encode(prompt)
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """token_ids (a sequence, numpy array or tensor) as Python's integers; ValueError if they are not ids."""
+        if hasattr(token_ids, "tolist"):
+            token_ids = token_ids.tolist()
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes | bytearray):
+            raise ValueError(f"{field} must be text or a sequence of token ids, got {token_ids!r:.100}")
         if not token_ids:
-            raise ValueError("prompt is empty; it needs at least one token")
-        for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise ValueError(f"prompt must hold integer token ids, got {token!r}")
+            raise ValueError(f"{field} is empty; it needs at least one token")
+        checked = tuple([as_integer(f"each token id of {field}", token) for token in token_ids])
+        for token in (min(checked), max(checked)):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"prompt holds token id {token}, outside the vocabulary of {self.vocab_size}"
+                    f"{field} holds token id {token}, outside the vocabulary of {self.vocab_size}"
                 )
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt has {len(token_ids)} tokens; max_model_len is {self.max_model_len} and must leave room "
-                "for at least one new token"
-            )
-        return tuple(token_ids)
+        return checked
 
     def _stream_seed(self, arrival: int) -> int:
         """A stream of its own for a request without a seed: the engine's seed and the order of arrival."""

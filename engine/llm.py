@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -101,6 +102,8 @@ class LLM:
             overlap_scheduling=overlap_scheduling,
             record_token_times=record_token_times,
         )
+        if not isinstance(skip_tokenizer_init, bool):
+            raise ValueError(f"skip_tokenizer_init must be True or False, got {skip_tokenizer_init!r}")
         if tensor_parallel_size > 1:
             raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}; only 1 is supported so far")
         torch_device = self.config.resolve_device()
@@ -182,8 +185,12 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer; the engine was made with skip_tokenizer_init=True")
+        if not isinstance(conversations, Sequence) or isinstance(conversations, str | bytes):
+            raise ValueError(
+                f"conversations must be a list of messages, or of such lists, got {conversations!r:.100}"
+            )
         several: list[Any] = list(conversations)
-        if several and isinstance(several[0], Mapping):
+        if several and not isinstance(several[0], Sequence):
             several = [several]  # one conversation
         prompts = [self.tokenizer.apply_chat_template(messages, **template_options) for messages in several]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -202,16 +209,17 @@ class LLM:
         shown, finished = 0, False
         try:
             while not finished:
-                others = []
+                text, others = "", []
                 for output in self.engine.step():
                     if output.request_id == request_id:
                         text, finished = output.text, output.finished
-                        if len(text) > shown:
-                            yield text[shown:]
-                            shown = len(text)
                     elif output.finished:
                         others.append(output)
+                # Before the yield: whoever steps the engine meanwhile must find the ends of the others.
                 self.engine.postpone(others)
+                if len(text) > shown:
+                    yield text[shown:]
+                    shown = len(text)
         finally:
             self.engine.abort(request_id, report=False)
 
@@ -226,8 +234,8 @@ class LLM:
         """
         if self.engine.has_unfinished_requests():
             raise ValueError("forced_logits needs an engine without unfinished requests")
-        if not prompt_token_ids or not continuation_ids:
-            raise ValueError("forced_logits needs at least one prompt token and one continuation token")
+        prompt_token_ids = self.engine.check_token_ids("prompt_token_ids", prompt_token_ids)
+        continuation_ids = self.engine.check_token_ids("continuation_ids", continuation_ids)
         token_ids = (*prompt_token_ids, *continuation_ids)
         blocks = self.engine.block_manager
         request = Request(
@@ -283,10 +291,11 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items: list[Any] = list(prompts)
-    return (
-        [items] if items and isinstance(items[0], int) else items
-    )  # one prompt of token ids, or several prompts
+    items: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray):
+        raise ValueError(f"prompts must be text, token ids, or a sequence of those, got {prompts!r:.100}")
+    is_one_prompt = bool(items) and isinstance(items[0], Number)  # token ids
+    return [items] if is_one_prompt else list(items)
 
 
 def _per_prompt(
@@ -294,6 +303,8 @@ def _per_prompt(
 ) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * num_prompts
+    if not isinstance(params, Sequence):
+        raise ValueError(f"sampling_params must be SamplingParams or a sequence of them, got {params!r:.100}")
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts")
     return list(params)

@@ -6,17 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-
-def _integer(field: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{field} must be an integer, got {value!r}")
-    return value
-
-
-def _number(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{field} must be a number, got {value!r}")
-    return float(value)
+from engine.scalars import as_integer, as_number
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,8 @@ class SamplingParams:
     logprobs: None, or how many of the most likely tokens to report at each position (0: the chosen one only);
         natural logarithms of the model's own distribution, before temperature, top-k and top-p.
 
-    Raises ValueError, naming the field, the value and the limit, for anything out of range.
+    Numbers may be numpy's; they are kept as Python's. Raises ValueError, naming the field, the value and the limit, for
+    anything out of range.
     """
 
     temperature: float = 1.0
@@ -50,30 +41,34 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        temperature = _number("temperature", self.temperature)
+        temperature = as_number("temperature", self.temperature)
         if temperature < 0 or math.isinf(temperature):
-            raise ValueError(f"temperature must be >= 0 and finite, got {temperature}")
-        if _integer("top_k", self.top_k) < -1:
-            raise ValueError(f"top_k must be >= -1 (-1 or 0: off), got {self.top_k}")
-        if not 0 < _number("top_p", self.top_p) <= 1:
+            raise ValueError(f"temperature must be >= 0 and finite, got {self.temperature}")
+        top_k = as_integer("top_k", self.top_k)
+        if top_k < -1:
+            raise ValueError(f"top_k must be >= -1 (-1 or 0: off), got {top_k}")
+        top_p = as_number("top_p", self.top_p)
+        if not 0 < top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if _integer("max_tokens", self.max_tokens) < 1:
-            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        max_tokens = as_integer("max_tokens", self.max_tokens)
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
-        if self.seed is not None:
-            _integer("seed", self.seed)
-        if self.logprobs is not None and _integer("logprobs", self.logprobs) < 0:
-            raise ValueError(f"logprobs must be None or >= 0, got {self.logprobs}")
-
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        seed = None if self.seed is None else as_integer("seed", self.seed)
+        logprobs = None if self.logprobs is None else as_integer("logprobs", self.logprobs)
+        if logprobs is not None and logprobs < 0:
+            raise ValueError(f"logprobs must be None or >= 0, got {logprobs}")
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must hold non-empty strings, got {stop!r}")
-        stop_token_ids = tuple(_integer("stop_token_ids", token) for token in self.stop_token_ids)
-        object.__setattr__(self, "temperature", temperature)
-        object.__setattr__(self, "top_p", float(self.top_p))
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        stop_token_ids = tuple(
+            as_integer("stop_token_ids", token) for token in _items("stop_token_ids", self.stop_token_ids)
+        )
+        numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_tokens": max_tokens}
+        others = {"stop": stop, "stop_token_ids": stop_token_ids, "seed": seed, "logprobs": logprobs}
+        for name, value in (*numbers.items(), *others.items()):
+            object.__setattr__(self, name, value)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if an id or a count lies outside a vocabulary of vocab_size tokens."""
@@ -82,3 +77,9 @@ class SamplingParams:
                 raise ValueError(f"stop_token_ids holds {token}, outside the vocabulary of {vocab_size}")
         if self.logprobs is not None and self.logprobs > vocab_size:
             raise ValueError(f"logprobs is {self.logprobs}, more than the vocabulary of {vocab_size}")
+
+
+def _items(field: str, value: Iterable[object]) -> tuple[object, ...]:
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{field} must be a sequence, got {value!r}")
+    return tuple(value)

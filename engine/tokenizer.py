@@ -26,7 +26,11 @@ class Tokenizer:
         self.wrapped = wrapped
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, with the special tokens the tokenizer puts around a prompt."""
+        """Ids of the text, with the special tokens the tokenizer puts around a prompt.
+
+        Raises ValueError for half a surrogate pair, which Python's str may hold and Unicode text may not.
+        """
+        _check_unicode(text)
         return list(self.wrapped.encode(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -47,6 +51,10 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template")
+        if isinstance(conversation, str) or not all(isinstance(message, Mapping) for message in conversation):
+            raise ValueError(
+                f"a conversation must be a list of messages with role and content, got {conversation!r:.100}"
+            )
         from jinja2 import TemplateError
 
         options = {"add_generation_prompt": True, **options}
@@ -56,8 +64,19 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        _check_unicode(text)
         # The template writes the special tokens itself.
         return list(self.wrapped.encode(text, add_special_tokens=False))
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text holds the lone surrogate {text[error.start]!r} at character {error.start}, which is no "
+            "Unicode text"
+        ) from error
 
 
 def load_tokenizer(tokenizer: str | Path | None, source: ModelSource) -> Tokenizer | None:

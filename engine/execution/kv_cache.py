@@ -25,6 +25,12 @@ def allocate(
     device: torch.device,
 ) -> torch.Tensor:
     """[num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], uninitialised: no kernel may let a
-    value that was not written reach its result."""
+    value that was not written reach its result. Raises ValueError, with the bytes, if memory cannot hold that much."""
     shape = (config.num_layers, 2, num_blocks, block_size, num_kv_heads, config.head_dim)
-    return torch.empty(shape, dtype=dtype, device=device)
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:  # torch answers a size beyond 64 bits with the latter
+        num_bytes = num_blocks * block_bytes(config, num_kv_heads, block_size, dtype)
+        raise ValueError(
+            f"out of memory: num_kv_blocks is {num_blocks}, which takes {num_bytes} bytes on {device}"
+        ) from error

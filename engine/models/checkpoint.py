@@ -62,11 +62,17 @@ def resolve_directory(model: str | Path, *, with_weights: bool) -> Path:
 
     Only JSON, tokenizer files and, with_weights, safetensors are fetched. Raises ValueError naming the model.
     """
-    directory = Path(os.path.expanduser(model))
-    if directory.is_dir():
-        return directory.resolve()
     name = str(model)
-    if directory.exists():
+    if not isinstance(model, str | Path) or not name:
+        raise ValueError(f"a model or tokenizer must be named by a directory or a hub id, got {model!r}")
+    directory = Path(os.path.expanduser(model))
+    try:
+        is_directory, exists = directory.is_dir(), directory.exists()
+    except OSError as error:
+        raise ValueError(f"model {name[:100]!r}...: {error.strerror}") from error
+    if is_directory:
+        return directory.resolve()
+    if exists:
         raise ValueError(f"model {name!r} is a file; a directory with config.json is needed")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(name) or ".." in name:
         raise ValueError(f"model {name!r} is neither an existing directory nor a hub id")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,9 +67,10 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
         # Both in order of arrival, and all of running before all of waiting: requests are admitted from the head of
-        # waiting, and preempted from the tail of running back to it.
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        # waiting, and preempted from the tail of running back to it. Keys of dicts, so that a request leaves from
+        # anywhere at the same cost however many there are.
+        self.waiting: OrderedDict[Request, None] = OrderedDict()
+        self.running: dict[Request, None] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
 
     @property
@@ -92,14 +93,14 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting[request] = None
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and free its blocks."""
         if request in self.running:
             self._leave(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        else:
+            self.waiting.pop(request, None)
 
     def schedule(self) -> Schedule:
         """Choose the next step's work, give it its blocks, and count its tokens as computed: the step must be run.
@@ -153,7 +154,7 @@ class Scheduler:
         Decodes are scheduled in order of arrival, so a victim is never one that this step already runs.
         """
         while not self.block_manager.grow(request, request.num_computed_tokens + 1):
-            victim = self.running[-1]
+            victim = next(reversed(self.running))
             self._preempt(victim, schedule)
             if victim is request:
                 return False
@@ -162,12 +163,13 @@ class Scheduler:
     def _preempt(self, request: Request, schedule: Schedule) -> None:
         self._leave(request)
         request.num_preemptions += 1
-        self.waiting.appendleft(request)  # latest first, so the queue stays in order of arrival
+        self.waiting[request] = None
+        self.waiting.move_to_end(request, last=False)  # latest first: the queue stays in order of arrival
         schedule.preempted.append(request)
 
     def _leave(self, request: Request) -> None:
         """Take a request out of running: its slot and blocks are free, and none of its KV counts as written."""
-        self.running.remove(request)
+        del self.running[request]
         self.block_manager.free(request)
         self._free_slots.append(request.slot)
         request.slot = -1
@@ -184,7 +186,7 @@ class Scheduler:
             # that step wrote went to the blocks that it has lost.
             return
         while self.waiting and budget and self._free_slots:
-            request = self.waiting[0]
+            request = next(iter(self.waiting))
             prefix = self.block_manager.find_prefix(request)
             # One spare block for each running request, or the newcomer would soon be preempted by their growth.
             if not self.block_manager.can_admit(request, prefix, spare=len(self.running)):
@@ -192,12 +194,12 @@ class Scheduler:
             num_uncached = request.num_tokens - len(prefix) * self.block_manager.block_size
             if num_uncached > budget and not self._may_chunk(request):
                 break
-            self.waiting.popleft()
+            del self.waiting[request]
             self.block_manager.admit(request, prefix)
             request.slot = self._free_slots.pop()
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
-            self.running.append(request)
+            self.running[request] = None
             schedule.admitted.append(request)
             budget -= self._schedule_chunk(request, budget, schedule)
 
