@@ -222,10 +222,16 @@ class EngineCore:
     def _advance(self) -> list[_Tracked]:
         """Launch a step, collect one, and return the requests that got a token or ended."""
         start = self.clock()
-        launched = self._launch() if self.scheduler.has_requests else None
-        if self.overlap:
-            launched, self._in_flight = self._in_flight, launched
-        changed = self._collect(launched) if launched is not None else []
+        try:
+            launched = self._launch() if self.scheduler.has_requests else None
+            if self.overlap:
+                launched, self._in_flight = self._in_flight, launched
+            changed = self._collect(launched) if launched is not None else []
+        except BaseException:
+            # Out of memory, Ctrl-C, ...: what was under way is lost, so whoever steps on starts from what is known.
+            self._in_flight = None
+            self.scheduler.restart_running()
+            raise
         if not self.scheduler.has_requests:
             self._in_flight = None  # at most rows of requests that have ended
         if launched is not None:
@@ -257,6 +263,7 @@ class EngineCore:
         tracked = self._tracked[request.request_id]
         if token.token_id is None:
             request.finish_reason, request.error = "error", "the model's logits held NaN or +inf"
+            self.block_manager.withdraw(request)
             self._finish(tracked)
             return tracked
         request.append_token(token.token_id)
