@@ -30,7 +30,10 @@ class PendingTokens(Protocol):
 
 
 class Executor(Protocol):
-    """What runs steps, in the order they are launched; launch returns as soon as the work is under way."""
+    """What runs steps, in the order they are launched; launch returns as soon as the work is under way.
+
+    An executor that can be lost (processes that may die) has an attribute `failure`: None, or why it runs nothing more.
+    """
 
     def launch(self, step: StepInput) -> PendingTokens: ...
 
@@ -101,6 +104,12 @@ class EngineCore:
         self._in_flight: _Launched | None = None
         self._num_arrivals = 0
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why nothing can run any more, or None. The engine then has no requests and takes none."""
+        failure: BaseException | None = getattr(self.executor, "failure", None)
+        return failure
+
     # --- requests -------------------------------------------------------------------------------------------
 
     def add_request(
@@ -112,7 +121,10 @@ class EngineCore:
         """Queue a prompt (text or token ids) and return its id.
 
         Raises ValueError, naming the field and the limit, for what can never run; every other request is untouched.
+        Raises RuntimeError once the engine has failed.
         """
+        if self.failure is not None:
+            raise RuntimeError(f"the engine has ended and takes no more requests: {self.failure}")
         params = SamplingParams() if params is None else params
         arrival = self._num_arrivals
         if request_id is None:
@@ -210,14 +222,20 @@ class EngineCore:
     # --- the loop -------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return every request that changed, as it now stands."""
+        """Run one step and return every request that changed, as it now stands.
+
+        Raises what the executor raises. If that has lost it, every unfinished request has ended with finish_reason
+        "error", and the next step() reports them with what they had; else the failed step is done again.
+        """
+        changed = self._advance()
         ended, self._ended = self._ended, []
-        return ended + [self._output(tracked) for tracked in self._advance()]
+        return ended + [self._output(tracked) for tracked in changed]
 
     def step_finished(self) -> list[RequestOutput]:
         """As step(), but only the requests that ended: no cost for those that merely grew."""
+        changed = self._advance()
         ended, self._ended = self._ended, []
-        return ended + [self._output(tracked) for tracked in self._advance() if tracked.request.finish_reason]
+        return ended + [self._output(tracked) for tracked in changed if tracked.request.finish_reason]
 
     def _advance(self) -> list[_Tracked]:
         """Launch a step, collect one, and return the requests that got a token or ended."""
@@ -231,12 +249,21 @@ class EngineCore:
             # Out of memory, Ctrl-C, ...: what was under way is lost, so whoever steps on starts from what is known.
             self._in_flight = None
             self.scheduler.restart_running()
+            self._end_all_if_failed()
             raise
         if not self.scheduler.has_requests:
             self._in_flight = None  # at most rows of requests that have ended
         if launched is not None:
             self._count(launched.schedule, self.clock() - start)
         return changed
+
+    def _end_all_if_failed(self) -> None:
+        if self.failure is None:
+            return
+        for tracked in list(self._tracked.values()):
+            tracked.request.finish_reason, tracked.request.error = "error", str(self.failure)
+            self._finish(tracked)
+            self._ended.append(self._output(tracked))
 
     def _launch(self) -> _Launched | None:
         schedule = self.scheduler.schedule()

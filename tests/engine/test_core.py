@@ -207,3 +207,70 @@ def test_postponed_ends_are_reported_by_a_later_step():
     ended = core.step()
     core.postpone(ended)
     assert core.step() == ended
+
+
+class LosesItsWorkers(PagedHashExecutor):
+    """Fails for good at the third step: when it is launched, or when its result is asked for."""
+
+    failure: Exception | None = None
+
+    def __init__(self, when: str) -> None:
+        super().__init__(64, 16)
+        self.when = when
+
+    def launch(self, step):
+        ready = super().launch(step)
+        if len(self.steps) < 3:
+            return ready
+        if self.when == "launch":
+            self.fail()
+        return self
+
+    def result(self):
+        self.fail()
+
+    def fail(self):
+        self.failure = RuntimeError("rank 1 was killed")
+        raise self.failure
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("when", ["launch", "result"])
+def test_a_lost_executor_ends_every_request_with_what_it_had(when, overlap):
+    core = make_engine(executor=LosesItsWorkers(when), overlap=overlap, max_num_seqs=2)
+    for name in ("a", "b", "waiting"):
+        core.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=9), name)
+    core.add_request([1], SamplingParams(max_tokens=9), "aborted")
+    core.abort("aborted")
+    with pytest.raises(RuntimeError, match="rank 1 was killed"):
+        for _ in range(5):
+            core.step()
+    assert not core.has_unfinished_requests()
+    outputs = {output.request_id: output for output in core.step()}
+    assert outputs.keys() >= {"a", "b", "waiting"}
+    expected = alone([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=9)).token_ids
+    for name in ("a", "b", "waiting"):
+        assert (outputs[name].finish_reason, outputs[name].error) == ("error", "rank 1 was killed")
+        assert outputs[name].token_ids == expected[: len(outputs[name].token_ids)]
+    num_known = 1 if overlap and when == "launch" else 2
+    assert [len(outputs[name].token_ids) for name in ("a", "b", "waiting")] == [num_known, num_known, 0]
+    assert core.step() == []
+    core.block_manager.check_invariants()
+    assert core.block_manager.num_free_blocks == core.block_manager.num_blocks
+    with pytest.raises(RuntimeError, match="takes no more requests: rank 1 was killed"):
+        core.add_request([1], SamplingParams())
+
+
+def test_ends_between_steps_are_not_lost_in_a_step_that_fails():
+    core = make_engine(executor=LosesItsWorkers("launch"))
+    core.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=9), "a")
+    core.add_request([4], SamplingParams(temperature=0.0, max_tokens=9), "gone")
+    core.step()
+    core.step()
+    core.abort("gone")
+    with pytest.raises(RuntimeError):
+        core.step()
+    assert {output.request_id: output.finish_reason for output in core.step()} == {
+        "a": "error",
+        "gone": "abort",
+    }
