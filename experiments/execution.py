@@ -9,14 +9,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from experiments.failures import PointTimeout, describe, is_sticky, status_of
+from experiments.failures import PointTimeout, VerdictError, describe, is_sticky, status_of
 from experiments.records import Row
 from experiments.suites.protocol import Point, PointContext, Suite
 
@@ -38,18 +38,25 @@ def run_here(suite: Suite, point: Point, context: PointContext) -> PointResult:
         if not rows:
             raise RuntimeError(f"suite {suite.name} measured nothing at this point")
     except (Exception, PointTimeout) as exception:
-        return PointResult(
-            failed_rows(suite, point, context, status_of(exception), describe(exception)),
-            is_sticky(exception),
-        )
+        columns = exception.columns if isinstance(exception, VerdictError) else {}
+        rows = failed_rows(suite, point, context, status_of(exception), describe(exception), columns)
+        return PointResult(rows, is_sticky(exception))
     finally:
         _free_memory(context)
     return PointResult(rows, any("CUDA error" in (row["error"] or "") for row in rows))
 
 
-def failed_rows(suite: Suite, point: Point, context: PointContext, status: str, error: str) -> list[Row]:
-    """What stands for a point that gave no rows itself."""
-    return [context.row(point, **columns, status=status, error=error) for columns in suite.blank_rows(point)]
+def failed_rows(
+    suite: Suite,
+    point: Point,
+    context: PointContext,
+    status: str,
+    error: str,
+    columns: Mapping[str, Any] | None = None,
+) -> list[Row]:
+    """What stands for a point that gave no rows itself; columns: what is known of it all the same."""
+    known = dict(columns or {}) | {"status": status, "error": error}
+    return [context.row(point, **(blank | known)) for blank in suite.blank_rows(point)]
 
 
 def run_isolated(suite: Suite, point: Point, context: PointContext, config: dict[str, Any]) -> PointResult:

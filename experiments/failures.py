@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 from experiments.columns import Status
 
@@ -13,16 +15,43 @@ class PointTimeout(BaseException):
     """A point took longer than its limit. Not an Exception, so that no handler on the way keeps it."""
 
 
-class UnsupportedError(Exception):
+class VerdictError(Exception):
+    """A point ends without a time for a known reason, which its class's status names.
+
+    columns: what the rows that say so are to carry besides.
+    """
+
+    status: Status
+
+    def __init__(self, reason: str, columns: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.columns = dict(columns or {})
+
+
+class UnsupportedError(VerdictError):
     """This machine or build cannot run the point, which is known beforehand and nobody's fault."""
+
+    status = "unsupported"
+
+
+class IncorrectError(VerdictError):
+    """The result is wrong, so its time is not wanted."""
+
+    status = "incorrect"
+
+
+class NotTimedError(VerdictError):
+    """The result is right, or was not asked for, and a time would mean nothing."""
+
+    status = "not_timed"
 
 
 def status_of(exception: BaseException) -> Status:
-    """ "oom", "timeout", "unsupported" or "error"."""
+    """What a row says of a point that raised this."""
     if isinstance(exception, PointTimeout):
         return "timeout"
-    if isinstance(exception, UnsupportedError):
-        return "unsupported"
+    if isinstance(exception, VerdictError):
+        return exception.status
     if isinstance(exception, MemoryError) or type(exception).__name__ == "OutOfMemoryError":
         return "oom"
     text = str(exception).lower()
@@ -33,7 +62,7 @@ def describe(exception: BaseException, limit: int = 600) -> str:
     """One line: the type, the message, and where in the code it arose."""
     message = " ".join(str(exception).split())
     text = f"{type(exception).__name__}: {message}" if message else type(exception).__name__
-    if isinstance(exception, PointTimeout | UnsupportedError):
+    if isinstance(exception, PointTimeout | VerdictError):
         text = message
     elif frames := traceback.extract_tb(exception.__traceback__):
         text = f"{text[:limit]} ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})"

@@ -31,6 +31,8 @@ STYLE: Any = {
     "savefig.dpi": 160,
 }
 LINE_STYLES = {"cold": "-", "hot": "--"}
+HOLLOW = "--"  # markers of dashed lines are open, so that single points differ too
+MAX_TICKS = 9  # of x; more values than this get an ordinary axis
 
 
 def line_grid(
@@ -91,8 +93,8 @@ def line_grid(
                     axes.axhline(level, color="0.4", linewidth=0.8, linestyle=":")
                 parts = [
                     f"{_SHORT.get(key, key)} {value}"
-                    for key, value in ((rows, row), (columns, column))
-                    if key
+                    for key, value, many in ((rows, row, len(down)), (columns, column, len(across)))
+                    if key and many > 1
                 ]
                 axes.set_title(", ".join(parts), fontsize=9)
                 if not panel[y].notna().any():
@@ -105,7 +107,7 @@ def line_grid(
         figure.suptitle(title, fontsize=10)
         if handles:
             figure.legend(
-                handles.values(), handles.keys(), loc="outside right upper", fontsize=8, handlelength=3
+                handles.values(), handles.keys(), loc="outside right center", fontsize=8, handlelength=3
             )
     return figure
 
@@ -121,6 +123,59 @@ def _nothing(title: str, why: str) -> Figure:
 
 
 _SHORT = {"batch_size": "batch", "tp": "TP", "context_len": "context"}
+
+
+def bars(
+    table: pd.DataFrame,
+    *,
+    y: str,
+    groups: str,
+    labels: tuple[str, str],
+    title: str,
+    series: str = "variant",
+    number: str = "{:,.0f}",
+) -> Figure:
+    """y as one bar a series in each group, the number on it; a missing value leaves its place empty."""
+    if y not in table or not table[y].notna().any():
+        return _nothing(title, "nothing to show: not timed here (see the report for why)")
+    names, places = list(dict.fromkeys(table[series])), list(dict.fromkeys(table[groups].dropna()))
+    width = 0.8 / len(names)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            figsize=(max(4.8, 0.55 * len(names) * len(places) + 2.6), 3.0), layout="constrained"
+        )
+        for i, name in enumerate(names):
+            for j, place in enumerate(places):
+                found = table[(table[series] == name) & (table[groups] == place)]
+                if not found[y].notna().any():
+                    continue
+                value = float(found[y].dropna().iloc[0])
+                drawn = axes.bar(
+                    j + (i - (len(names) - 1) / 2) * width,
+                    value,
+                    0.92 * width,
+                    yerr=_bar_error(found, y, value),
+                    capsize=2,
+                    color=COLOURS[i % len(COLOURS)],
+                    label=str(name) if j == 0 else None,
+                )
+                axes.bar_label(drawn, labels=[number.format(value)], padding=2, fontsize=7)
+        axes.set_xticks(range(len(places)), [str(place) for place in places])
+        axes.set_xlabel(labels[0])
+        axes.set_ylabel(labels[1])
+        axes.grid(False, axis="x")
+        axes.margins(y=0.12)
+        if len(names) > 1:
+            figure.legend(loc="outside right center", fontsize=8)
+        figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _bar_error(found: pd.DataFrame, y: str, value: float) -> Any:
+    if f"{y}_low" not in found or not found[f"{y}_low"].notna().any():
+        return None
+    low, high = float(found[f"{y}_low"].iloc[0]), float(found[f"{y}_high"].iloc[0])
+    return [_nonnegative([value - low]), _nonnegative([high - value])]
 
 
 def _line(
@@ -142,6 +197,7 @@ def _line(
         color=colour,
         marker=marker,
         markersize=4,
+        markerfacecolor="white" if style == HOLLOW else colour,
         linewidth=1.2,
         capsize=2,
         linestyle=style,
@@ -157,12 +213,13 @@ def _scales(
 ) -> None:
     """Shared by all panels: a log axis for x that doubles, with the measured values as its ticks."""
     ticks = sorted({float(value) for value in table[x].dropna()})
-    if len(ticks) > 1 and ticks[0] > 0:
+    if ticks and len(ticks) <= MAX_TICKS and ticks[0] > 0:
         axes.set_xscale("log", base=2)
         axes.set_xticks(
             ticks, [f"{int(t) // 1024}K" if t >= 1024 and t % 1024 == 0 else f"{t:g}" for t in ticks]
         )
-        axes.set_xlim(ticks[0] / 1.15, ticks[-1] * 1.15)
+        margin = 1.15 if len(ticks) > 1 else 1.5
+        axes.set_xlim(ticks[0] / margin, ticks[-1] * margin)
         axes.xaxis.minorticks_off()
     if log_y and table[y].notna().any():
         axes.set_yscale("log")

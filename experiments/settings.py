@@ -163,19 +163,17 @@ def resolve(config: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
         run["folder"] = str(cwd / Path(run["folder"]).expanduser())
     if run["timeout_s"] is not None:
         size["timeout_s"] = run["timeout_s"]
-    sizes, default = config.pop("sizes"), config.pop("default_attention", None)
+    sizes = config.pop("sizes")
     if size["name"] not in sizes:
         raise ValueError(f"the suite has no size {size['name']!r}; known: {', '.join(sizes)}")
-    bench = {
-        name: sizes[size["name"]].get(name) if value is None else value
-        for name, value in config["bench"].items()
-    }
+    chosen = sizes[size["name"]]
+    bench = {name: chosen.get(name) if value is None else value for name, value in config["bench"].items()}
     if isinstance(config["seed"], bool) or not isinstance(config["seed"], int):
         raise ValueError(f"seed must be an integer, got {config['seed']!r}")
     return config | {
         "device": device,
         "model": _model(config["model"], cwd, on_gpu),
-        "attention": _variants(config["attention"] or default, device),
+        "attention": _variants(config["attention"] or chosen.get("attention"), device),
         "size": size,
         "bench": bench,
         "run": run,
@@ -226,6 +224,8 @@ def _variants(attention: Mapping[str, Any] | Sequence[str] | None, device: str) 
             if each != "reference":
                 variants.setdefault(each, {"decode": each})
     for name, variant in variants.items():
+        if variant["decode"] == "auto":  # the engine's own choice
+            continue
         try:
             decode.get(variant["decode"])
         except ValueError as error:

@@ -14,7 +14,8 @@ from experiments import stats
 # What tells one line of the table from another; columns that are null throughout, or new to a suite, do no harm.
 KEYS = (
     *("suite", "level", "model", "load_format", "dtype", "tp", "num_q_heads", "num_kv_heads", "head_dim"),
-    *("block_size", "batch_size", "context_len", "output_len", "cache_state"),
+    *("block_size", "operation", "batch_size", "query_len", "context_len", "unique_len", "output_len"),
+    *("arrivals", "request_rate", "cache_state"),
 )
 SERIES = "variant"
 
@@ -27,17 +28,18 @@ _MEDIANS = (
 )
 
 
-def summarise(rows: pd.DataFrame, keys: Sequence[str] = KEYS) -> pd.DataFrame:
+def summarise(rows: pd.DataFrame, keys: Sequence[str] = KEYS, medians: Sequence[str] = ()) -> pd.DataFrame:
     """One line a combination of keys and variant: status, median time over the rounds with its 95% interval,
     speed-up over the baseline with its interval, and `fastest` where a winner is shown.
 
-    A line whose rows have several statuses carries the worst. Lines that were not timed have null times.
+    medians: further columns of which the table is to hold the median. A line whose rows have several statuses carries
+    the worst. Lines that were not timed have null times.
     """
     keys = [key for key in keys if key in rows and rows[key].notna().any()]
     lines = []
     rows = _with_states(rows)
     for cell, group in rows.groupby(keys, dropna=False, sort=False):
-        lines += _cell(dict(zip(keys, cell)), group)
+        lines += _cell(dict(zip(keys, cell)), group, (*_MEDIANS, *medians))
     table = pd.DataFrame(lines)
     if table.empty:
         return table
@@ -53,7 +55,7 @@ def _with_states(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(variant=rows[SERIES].fillna("-"))
 
 
-def _cell(key: dict[str, Any], group: pd.DataFrame) -> list[dict[str, Any]]:
+def _cell(key: dict[str, Any], group: pd.DataFrame, medians: Sequence[str]) -> list[dict[str, Any]]:
     """The lines of one comparison."""
     variants = list(dict.fromkeys(group["variant"]))
     timed = {
@@ -82,7 +84,8 @@ def _cell(key: dict[str, Any], group: pd.DataFrame) -> list[dict[str, Any]]:
                 }
             frame = timed[variant]
             line["gb_per_s"] = _median(frame["bytes"].astype(float) / frame["time_us"] / 1e3)
-        line |= {name: _median(of_variant[name]) for name in _MEDIANS if of_variant[name].notna().any()}
+        known = [name for name in medians if name in of_variant and of_variant[name].notna().any()]
+        line |= {name: _median(of_variant[name]) for name in known}
         line["fastest"] = variant == best
         errors = of_variant["error"].dropna()
         line["error"] = errors.iloc[0] if len(errors) else None
@@ -132,8 +135,8 @@ def compact(table: pd.DataFrame) -> pd.DataFrame:
         shown["speed-up [95%]"] = [_speedup(*values) for values in zip(*columns)]
     if "roofline_fraction" in table:
         shown["roofline"] = ["" if _absent(v) else f"{100 * v:.1f}%" for v in table["roofline_fraction"]]
-    for name, heading in (("decode_tok_s", "decode tok/s"), ("max_rel_err", "rel. error")):
-        if name in table:
+    for name, heading in _FIGURES.items():
+        if name in table and table[name].notna().any():
             shown[heading] = [_number(value) for value in table[name]]
     shown["fastest"] = ["<-" if fastest else "" for fastest in table["fastest"]]
     return pd.DataFrame(shown)
@@ -157,6 +160,23 @@ def reasons(table: pd.DataFrame) -> list[str]:
     counts = without.groupby(["status", "error"], sort=False).size()
     return [f"{status} ({count} lines): {error}" for (status, error), count in counts.items()]
 
+
+# Further columns that the table for the eye shows where a suite has them.
+_FIGURES = {
+    "prompt_tokens": "prompt tokens",
+    "output_tokens": "output tokens",
+    "hit_rate": "hit rate",
+    "prefill_s": "prefill s",
+    "prefill_tok_s": "prefill tok/s",
+    "decode_tok_s": "decode tok/s",
+    "output_tok_s": "output tok/s",
+    "total_tok_s": "total tok/s",
+    "ttft_ms_p50": "TTFT p50 ms",
+    "ttft_ms_p99": "TTFT p99 ms",
+    "tpot_ms_p50": "TPOT p50 ms",
+    "goodput_req_s": "goodput req/s",
+    "max_rel_err": "rel. error",
+}
 
 _HEADINGS = {
     "batch_size": "batch",

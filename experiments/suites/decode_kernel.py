@@ -103,6 +103,8 @@ def kernel_point(
     **columns: Any,
 ) -> Point:
     """A comparison of decode kernels at one shape; its identity holds all that its rows depend on."""
+    if any(variant.decode == "auto" for variant in settings.variants):
+        raise ValueError("attention=engine_auto names no kernel; kernel-level comparisons need one each")
     params = columns | {
         "level": "kernel",
         "ragged": ragged,

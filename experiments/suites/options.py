@@ -49,6 +49,17 @@ def fraction(name: str, value: Any) -> float:
     return float(value)
 
 
+def rates(name: str, value: Any) -> tuple[float, ...]:
+    """One or several numbers above 0; repeats are dropped."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each < float("inf"):
+            raise ValueError(f"bench.{name} must be a number above 0, got {each!r}")
+    if not values:
+        raise ValueError(f"bench.{name} is empty")
+    return tuple(dict.fromkeys(float(each) for each in values))
+
+
 def heads(name: str, value: Any) -> tuple[tuple[int, int], ...]:
     """Pairs [query heads, KV heads], the former a multiple of the latter."""
     pairs = [value] if value and isinstance(value, list | tuple) and isinstance(value[0], int) else value

@@ -1,0 +1,182 @@
+"""What suites of whole workloads share: an engine for each variant, phases of requests, a row a round and phase."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from experiments import workload
+from experiments.records import Row
+from experiments.settings import Settings
+from experiments.suites.protocol import Point, PointContext, Suite
+from experiments.workload import Request, WorkloadRun
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Requests to be served and timed. columns: what its row says of it.
+
+    prime: requests served before and not timed, to fill the prefix cache; without any the cache is emptied instead.
+    """
+
+    requests: Sequence[Request]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    prime: Sequence[Request] = ()
+
+
+_MEASURED = (
+    *("prompt_tokens", "output_tokens", "cached_tokens", "hit_rate", "prefill_s", "decode_s"),
+    "num_preemptions",
+)
+
+
+class WorkloadSuite(Suite):
+    """Points are variants x cases; a case is the params that phases() makes requests of.
+
+    Options have `rounds`, how often a point's phases are repeated with fresh prompts.
+    """
+
+    columns = workload.COLUMNS
+    engine_options: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def cases(self, options: Any) -> list[dict[str, Any]]:
+        """Params of the points: tp, batch_size, context_len, output_len and whatever else phases() needs."""
+
+    @abstractmethod
+    def phases(self, case: Mapping[str, Any], vocab_size: int, rng: random.Random) -> list[Phase]:
+        """One round of a case."""
+
+    def concurrency(self, case: Mapping[str, Any]) -> int:
+        """Sequences that the engine is to hold at once."""
+        return case["batch_size"]
+
+    def longest(self, case: Mapping[str, Any]) -> int:
+        """Tokens of the longest sequence."""
+        return case["context_len"] + case["output_len"]
+
+    def points(self, settings: Settings) -> list[Point]:
+        from experiments.backends.engine import EngineSetup, engine_options
+
+        engine_options(settings)  # refuses what LLM would, before anything runs
+        chosen = self.parse_options(settings)
+        points = []
+        for case in self.cases(chosen):
+            for variant in settings.variants:
+                params = EngineSetup(settings, variant, case["tp"]).columns() | case
+                params |= {
+                    "level": "workload",
+                    "rounds": chosen.rounds,
+                    "seed": settings.seed,
+                    "model_config": settings.model.argument,
+                    "engine": dict(settings.engine),
+                    "variant_options": dict(variant.options),
+                }
+                points.append(Point(self.name, params, on_engine=True))
+        return points
+
+    def run(self, point: Point, context: PointContext) -> list[Row]:
+        from experiments.backends.engine import EngineSetup
+        from experiments.checked_engine import checked_engine
+
+        params = point.params
+        variant = next(v for v in context.settings.variants if v.name == params["variant"])
+        setup = EngineSetup(context.settings, variant, params["tp"])
+        rng = random.Random(context.seed(point))
+        rows = []
+        with checked_engine(
+            setup,
+            point,
+            context,
+            batch_size=self.concurrency(params),
+            longest=self.longest(params),
+            record_token_times=True,
+            **self.engine_options,
+        ) as engine:
+            self._warm_up(engine.llm, params, setup.model_config.vocab_size, rng)
+            for number in range(params["rounds"]):
+                for phase in self.phases(params, setup.model_config.vocab_size, rng):
+                    engine.llm.reset_prefix_cache()
+                    if phase.prime:
+                        workload.serve(engine.llm, phase.prime)
+                    run = workload.serve(engine.llm, phase.requests)
+                    columns = engine.columns | engine.peak_memory() | dict(phase.columns)
+                    rows.append(self._row(point, context, setup, run, number, columns))
+        return rows
+
+    def _warm_up(self, llm: Any, case: Mapping[str, Any], vocab_size: int, rng: random.Random) -> None:
+        """Untimed: the first round's requests cut to a few tokens, so that nothing is compiled while it is timed."""
+        requests = [
+            Request(request.prompt, min(request.output_len, 4))
+            for phase in self.phases(case, vocab_size, rng)[:1]
+            for request in phase.requests
+        ]
+        workload.serve(llm, requests)
+
+    def _row(
+        self,
+        point: Point,
+        context: PointContext,
+        setup: Any,
+        run: WorkloadRun,
+        number: int,
+        columns: Mapping[str, Any],
+    ) -> Row:
+        from experiments.provenance import is_throttled
+
+        cost = workload_cost(setup.model_config, run, point.params["tp"], setup.dtype)
+        measured = workload.columns(run) | {"throttled": is_throttled(context.device)}
+        errors = [served.error for served in run.served if served.error is not None]
+        if errors:
+            status = {
+                "status": "error",
+                "error": f"{len(errors)} of {len(run.served)} requests failed: {errors[0]}",
+            }
+            return context.row(point, **columns, **status, round=number)
+        measured |= context.ceilings.columns(cost, setup.dtype_name, measured["time_us"])
+        return context.row(point, **columns, **measured, status="ok", round=number)
+
+    def dtypes(self, settings: Settings) -> tuple[str, ...]:
+        from experiments.backends.engine import EngineSetup
+
+        return (EngineSetup(settings, settings.variants[0]).dtype_name,)
+
+    def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
+        from experiments.tables import summarise
+
+        return summarise(rows, medians=(*workload.COLUMNS, *_MEASURED))
+
+
+def workload_cost(config: ModelConfig, run: WorkloadRun, tp: int, dtype: Any) -> Any:
+    """What a workload cannot do without: weights read in every step it took, each decoded token's context, and one
+    multiplication of every computed token by the weights; one rank's share."""
+    from experiments.roofline import decode_step_cost
+    from kernels import costs
+    from kernels.costs import Cost
+
+    heads = config.heads_per_rank(tp)
+    one = decode_step_cost(config, [1], tp=tp, dtype=dtype, block_size=1)
+    computed = contexts = pairs = 0
+    for served in run.served:
+        prompt, cached, output = served.num_prompt_tokens, served.num_cached_tokens, served.num_output_tokens
+        decoded = max(output - 1, 0)
+        computed += prompt - cached + decoded
+        read = decoded * prompt + decoded * (decoded + 1) // 2
+        contexts += read
+        pairs += read + (prompt * (prompt + 1) - cached * (cached + 1)) // 2
+    kv = config.num_layers * costs.kv_bytes(contexts, heads.num_kv_heads, config.head_dim, dtype)
+    attention = 4 * config.num_layers * heads.num_q_heads * config.head_dim * pairs
+    return Cost(one.bytes * run.num_steps + kv, one.flops * computed + attention)
+
+
+def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:
+    """`length` token ids; two such prompts share a first block only by chance."""
+    return [rng.randrange(vocab_size) for _ in range(length)]
