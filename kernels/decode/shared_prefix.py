@@ -232,4 +232,5 @@ def _prefix_splits(problem: DecodeProblem, prefix_len: int, tile: int) -> int:
         num_tiles=-(-prefix_len // tile),
         programs_per_split=problem.num_kv_heads * _query_tiles(problem),
         slots=PROGRAMS_PER_SM * device_sm_count(problem.device),
+        saturating=PROGRAMS_PER_SM * device_sm_count(problem.device),
     )

@@ -10,7 +10,7 @@ import torch
 
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import group_constexprs
-from kernels.decode.planner import TileShape, head_rows, padded_dim
+from kernels.decode.planner import SHARED_PER_SM, SHARED_RESERVED, TileShape, head_rows, padded_dim
 from kernels.decode.shared_prefix import query_rows
 from kernels.decode.split_kv_fused import COUNT_BITS, NONCE, merge_constexprs
 from kernels.decode.stream_k import CHUNK
@@ -161,3 +161,14 @@ def test_compiles_and_fits(kernel: str) -> None:
     for report in compile_launches(launches()[kernel]):
         print(report)
         report.check(MAX_SPILLED.get(kernel, 0))
+
+
+def test_planned_programs_run_at_once() -> None:
+    """As many programs an SM as the planner counts on: registers and shared memory of an H200 hold them all."""
+    found = compile_launches(launches()["split_kv"][: len(PROBLEMS)], capabilities=(90,))
+    for report, p in zip(found, PROBLEMS.values(), strict=True):
+        warps = report.launch.num_warps
+        by_registers = 65536 // (32 * warps * (-(-report.registers // 8) * 8))
+        by_shared = SHARED_PER_SM // (report.shared + SHARED_RESERVED)
+        planned = TileShape.of(p).programs_per_sm(p)
+        assert planned <= min(by_registers, by_shared, 64 // warps), report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -179,7 +181,8 @@ def test_fused_cooperative(num_splits: int) -> None:
     """Programs that wait for one another: repeated, so that a counter left wrong would hang or show."""
     kernel = decode.get("split_kv_fused")
     case = make_case([4096, 0, 70], heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA)
-    workspace = kernel.workspace(case.problem, CUDA)
+    # More splits than the plan's own: the workspace of a batch that needs as many partial results.
+    workspace = kernel.workspace(replace(case.problem, batch_size=3 * num_splits), CUDA)
     for _ in range(20):
         case.out.fill_(float("nan"))
         kernel(*case.inputs, out=case.out, workspace=workspace, num_splits=num_splits, cooperative=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -48,6 +49,27 @@ def test_small_batches_fill_the_gpu_and_large_ones_are_not_split() -> None:
     assert plan_splits(problem(1, 0), 132).num_splits == 1
 
 
+def test_the_modelled_time_makes_no_step() -> None:
+    """From one batch size or context to the next the plan may jump, the time that the model gives it hardly."""
+
+    def tile_rounds(batch_size: int, context: int) -> float:
+        plan = plan_splits(problem(batch_size, context), 132)
+        programs = 8 * batch_size
+        slots = 132 * plan.shape.programs_per_sm(problem(batch_size, context))
+        tiles = -(-context // plan.shape.tile)
+        rounds = max(1.0, programs * plan.num_splits / slots)
+        return max(tiles * programs / (132 * 3), rounds * (-(-tiles // plan.num_splits) + 2))
+
+    for context in (1024, 4096, 40_000):
+        times = [tile_rounds(batch_size, context) for batch_size in range(1, 260)]
+        # A row more costs its share, and at most one tile or a tenth on top.
+        for rows, (before, after) in enumerate(itertools.pairwise(times), start=1):
+            assert after <= 1.1 * before * (rows + 1) / rows + 1
+    for batch_size in (1, 3, 16, 64):
+        times = [tile_rounds(batch_size, context) for context in range(64, 40_000, 64)]
+        assert all(after - before <= 1.5 for before, after in itertools.pairwise(times))
+
+
 def test_more_multiprocessors_get_more_splits() -> None:
     assert plan_splits(problem(1, 32768), 66).num_splits < plan_splits(problem(1, 32768), 132).num_splits
 
@@ -74,14 +96,18 @@ def test_workspace_serves_every_smaller_problem(p: DecodeProblem, batch_size: in
     assert workspace.numel() >= partial_numel(smaller.batch_size, p.num_q_heads, splits, p.head_dim)
 
 
-@given(st.integers(0, 4000), st.integers(1, 2000), st.integers(1, 600))
+@given(st.integers(0, 4000), st.integers(1, 2000), st.integers(1, 600), st.integers(1, 600))
 @settings(max_examples=200)
-def test_no_choice_would_have_ended_sooner(num_tiles: int, programs: int, slots: int) -> None:
+def test_no_choice_would_have_ended_sooner(
+    num_tiles: int, programs: int, slots: int, saturating: int
+) -> None:
     """The chosen number against every other, by the model that choose_num_splits documents."""
-    chosen = choose_num_splits(num_tiles, programs, slots)
+    chosen = choose_num_splits(num_tiles, programs, slots, saturating)
 
     def duration(splits: int) -> float:
-        return max(1.0, programs * splits / slots) * (-(-num_tiles // splits) + 2.0)
+        memory = num_tiles * programs / min(saturating, slots)
+        rounds = max(1.0, programs * splits / slots)
+        return max(memory, rounds * (-(-num_tiles // splits) + 2.0))
 
     most = max(1, min(num_tiles, -(-slots // programs)))
     assert 1 <= chosen <= most
