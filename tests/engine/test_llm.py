@@ -138,6 +138,15 @@ def tiny_llm(tiny):
         yield llm
 
 
+@pytest.mark.parametrize("decode", ["split_kv_fused", "fixed_split", "stream_k", "shared_prefix"])
+def test_the_other_triton_kernels_in_the_interpreter_give_the_same(tiny, tiny_llm, decode):
+    prompts = [[7, 8, 9], list(range(40))]
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    expected = tiny_llm.generate(prompts, params, use_tqdm=False)
+    ids, _ = ids_of(tiny, prompts, params, decode_attention=decode, num_kv_blocks=64, max_model_len=128)
+    assert ids == [output.token_ids for output in expected]
+
+
 def test_generate_keeps_the_order_of_prompts_and_takes_params_for_each(tiny_llm):
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)]
     outputs = tiny_llm.generate([[1, 2], [3], [4, 5, 6]], params, use_tqdm=False)

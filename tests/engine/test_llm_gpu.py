@@ -12,6 +12,7 @@ from tests.engine.greedy_reference import reference_ids, uneven_prompts
 pytestmark = pytest.mark.gpu
 
 NUM_NEW = 32
+TRITON_KERNELS = ["single_pass", "split_kv", "split_kv_fused", "fixed_split", "stream_k", "shared_prefix"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 MODELS = {
     "qwen3": QWEN3 | {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -27,17 +28,19 @@ def checkpoint(request, tmp_path_factory):
     return directory, prompts, [reference_ids(model, prompt, NUM_NEW) for prompt in prompts]
 
 
-@pytest.mark.parametrize("decode", ["single_pass", "split_kv", "torch", "reference"])
+@pytest.mark.parametrize("decode", [*TRITON_KERNELS, "torch", "reference"])
 @pytest.mark.parametrize(
-    ("budget", "policy", "num_kv_blocks"), [(64, "mixed", 30), (8192, "prefill_first", 400)]
+    ("budget", "policy", "num_kv_blocks", "enforce_eager"),
+    [(64, "mixed", 30, False), (8192, "prefill_first", 400, False), (8192, "mixed", 400, True)],
 )
-def test_fp32_ids_equal_transformers(checkpoint, decode, budget, policy, num_kv_blocks):
+def test_fp32_ids_equal_transformers(checkpoint, decode, budget, policy, num_kv_blocks, enforce_eager):
     directory, prompts, expected = checkpoint
     with LLM(
         directory,
         device="cuda",
         skip_tokenizer_init=True,
         decode_attention=decode,
+        enforce_eager=enforce_eager,
         max_num_batched_tokens=budget,
         scheduling=policy,
         num_kv_blocks=num_kv_blocks,
