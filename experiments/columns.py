@@ -70,6 +70,8 @@ EXTRAS: dict[str, str] = {
     "point_rows": "Int64",
     "size": "string",
     "note": "string",
+    "operation": "string",  # elementwise suites
+    "query_len": "Int64",  # prefill: new tokens of each sequence
     "plan_us": "float64",  # host time of the kernel's plan
     "tolerance": "float64",  # of max_rel_err
     "mean_context_len": "float64",  # measured, where context_len is what was asked for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.kernel_bench import BoundCall, Call, Candidate
+from experiments.kernel_bench import BoundCall, Candidate
 from experiments.settings import Variant
 from kernels import costs, decode
 from kernels.costs import Cost
@@ -144,8 +144,7 @@ class DecodeBench:
             plan |= kernel.prepare(self.problem, inputs.block_table, inputs.context_lens)
             plan |= variant.options
             workspace = kernel.workspace(self.problem, self.device)
-            call, out = _call(kernel, inputs, plan, workspace)
-            return BoundCall(call, (out,), plan_us)
+            return BoundCall(_call(kernel, inputs, plan, workspace), plan_us)
 
         def probe() -> Any:
             tiny = DecodeBench(
@@ -172,11 +171,11 @@ class DecodeBench:
 
 def _call(
     kernel: Any, inputs: DecodeInputs, plan: dict[str, Any], workspace: Tensor | None
-) -> tuple[Call, Tensor]:
-    """A call without arguments, and the output that it writes, full of NaN until then."""
+) -> Callable[[], tuple[Tensor]]:
+    """A call without arguments, into an output full of NaN until then."""
     out = torch.full_like(inputs.q, float("nan"))
 
-    def call() -> None:
+    def call() -> tuple[Tensor]:
         kernel(
             inputs.q,
             inputs.k_cache,
@@ -187,5 +186,6 @@ def _call(
             workspace=workspace,
             **plan,
         )
+        return (out,)
 
-    return call, out
+    return call

@@ -32,6 +32,7 @@ STYLE: Any = {
 }
 LINE_STYLES = {"cold": "-", "hot": "--"}
 HOLLOW = "--"  # markers of dashed lines are open, so that single points differ too
+MAX_ACROSS = 4  # panels side by side; more go on below
 MAX_TICKS = 9  # of x; more values than this get an ordinary axis
 
 
@@ -61,46 +62,42 @@ def line_grid(
     """
     names = list(order) if order is not None else list(dict.fromkeys(table[series]))
     if not table[y].notna().any():
-        return _nothing(title, empty)
+        return nothing(title, empty)
     down, across = _values(table, rows), _values(table, columns)
+    panels = [(row, column) for row in down for column in across]
+    height, width = (len(down), len(across)) if len(across) <= MAX_ACROSS else _wrapped(len(panels))
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(
-            len(down),
-            len(across),
-            figsize=(max(5.6, 2.3 * len(across) + 2.6), 1.9 * len(down) + 1.2),
+            height,
+            width,
+            figsize=(max(5.6, 2.3 * width + 2.6), 1.9 * height + 1.2),
             sharex=True,
             sharey=True,
             squeeze=False,
             layout="constrained",
         )
         handles: dict[str, Any] = {}
-        for i, row in enumerate(down):
-            for j, column in enumerate(across):
-                axes = grid[i][j]
-                panel = _where(_where(table, rows, row), columns, column)
-                for name in names:
-                    colour = COLOURS[names.index(name) % len(COLOURS)]
-                    marker = MARKERS[names.index(name) % len(MARKERS)]
-                    of_series = panel[panel[series] == name]
-                    for style in _values(of_series, styles):
-                        line = _where(of_series, styles, style)
-                        drawn = _line(
-                            axes, line, x, y, interval, colour, marker, LINE_STYLES.get(str(style), "-")
-                        )
-                        if drawn is not None:
-                            handles.setdefault(_legend(name, style), drawn)
-                if level is not None:
-                    axes.axhline(level, color="0.4", linewidth=0.8, linestyle=":")
-                parts = [
-                    f"{_SHORT.get(key, key)} {value}"
-                    for key, value, many in ((rows, row, len(down)), (columns, column, len(across)))
-                    if key and many > 1
-                ]
-                axes.set_title(", ".join(parts), fontsize=9)
-                if not panel[y].notna().any():
-                    axes.text(
-                        0.5, 0.5, "not timed", ha="center", va="center", transform=axes.transAxes, color="0.4"
-                    )
+        for axes, (row, column) in zip(grid.flat, panels):
+            panel = _where(_where(table, rows, row), columns, column)
+            for name in names:
+                colour = COLOURS[names.index(name) % len(COLOURS)]
+                marker = MARKERS[names.index(name) % len(MARKERS)]
+                of_series = panel[panel[series] == name]
+                for style in _values(of_series, styles):
+                    line = _where(of_series, styles, style)
+                    look = LINE_STYLES.get(str(style), "-")
+                    drawn = _line(axes, line, x, y, interval, colour, marker, look)
+                    if drawn is not None:
+                        handles.setdefault(_legend(name, style), drawn)
+            if level is not None:
+                axes.axhline(level, color="0.4", linewidth=0.8, linestyle=":")
+            axes.set_title(panel_title([(rows, row, len(down)), (columns, column, len(across))]), fontsize=9)
+            if not panel[y].notna().any():
+                axes.text(
+                    0.5, 0.5, "not timed", ha="center", va="center", transform=axes.transAxes, color="0.4"
+                )
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
         _scales(grid[0][0], table, x, y, log_y, y_range)
         figure.supxlabel(labels[0], fontsize=9)
         figure.supylabel(labels[1], fontsize=9)
@@ -112,7 +109,17 @@ def line_grid(
     return figure
 
 
-def _nothing(title: str, why: str) -> Figure:
+def panel_title(parts: Sequence[tuple[str | None, Any, int]]) -> str:
+    """What tells a panel from the others: (column, its value, how many values it has) where there are several."""
+    return ", ".join(f"{_SHORT.get(key, key)}{value}" for key, value, many in parts if key and many > 1)
+
+
+def _wrapped(count: int) -> tuple[int, int]:
+    """Rows and columns for so many panels in reading order."""
+    return -(-count // MAX_ACROSS), MAX_ACROSS
+
+
+def nothing(title: str, why: str) -> Figure:
     """A figure that says that there is nothing to draw."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(5.6, 1.1), layout="constrained")
@@ -122,60 +129,16 @@ def _nothing(title: str, why: str) -> Figure:
     return figure
 
 
-_SHORT = {"batch_size": "batch", "tp": "TP", "context_len": "context"}
-
-
-def bars(
-    table: pd.DataFrame,
-    *,
-    y: str,
-    groups: str,
-    labels: tuple[str, str],
-    title: str,
-    series: str = "variant",
-    number: str = "{:,.0f}",
-) -> Figure:
-    """y as one bar a series in each group, the number on it; a missing value leaves its place empty."""
-    if y not in table or not table[y].notna().any():
-        return _nothing(title, "nothing to show: not timed here (see the report for why)")
-    names, places = list(dict.fromkeys(table[series])), list(dict.fromkeys(table[groups].dropna()))
-    width = 0.8 / len(names)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            figsize=(max(4.8, 0.55 * len(names) * len(places) + 2.6), 3.0), layout="constrained"
-        )
-        for i, name in enumerate(names):
-            for j, place in enumerate(places):
-                found = table[(table[series] == name) & (table[groups] == place)]
-                if not found[y].notna().any():
-                    continue
-                value = float(found[y].dropna().iloc[0])
-                drawn = axes.bar(
-                    j + (i - (len(names) - 1) / 2) * width,
-                    value,
-                    0.92 * width,
-                    yerr=_bar_error(found, y, value),
-                    capsize=2,
-                    color=COLOURS[i % len(COLOURS)],
-                    label=str(name) if j == 0 else None,
-                )
-                axes.bar_label(drawn, labels=[number.format(value)], padding=2, fontsize=7)
-        axes.set_xticks(range(len(places)), [str(place) for place in places])
-        axes.set_xlabel(labels[0])
-        axes.set_ylabel(labels[1])
-        axes.grid(False, axis="x")
-        axes.margins(y=0.12)
-        if len(names) > 1:
-            figure.legend(loc="outside right center", fontsize=8)
-        figure.suptitle(title, fontsize=10)
-    return figure
-
-
-def _bar_error(found: pd.DataFrame, y: str, value: float) -> Any:
-    if f"{y}_low" not in found or not found[f"{y}_low"].notna().any():
-        return None
-    low, high = float(found[f"{y}_low"].iloc[0]), float(found[f"{y}_high"].iloc[0])
-    return [_nonnegative([value - low]), _nonnegative([high - value])]
+_SHORT = {
+    "batch_size": "batch ",
+    "tp": "TP ",
+    "context_len": "context ",
+    "operation": "",
+    "arrivals": "",
+    "level": "",
+    "num_q_heads": "query heads ",
+    "dtype": "",
+}
 
 
 def _line(
@@ -223,11 +186,16 @@ def _scales(
         axes.xaxis.minorticks_off()
     if log_y and table[y].notna().any():
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        plain_log_ticks(axes)
     if y_range is not None:
         axes.set_ylim(*y_range)
+
+
+def plain_log_ticks(axes: Axes) -> None:
+    """1, 2 and 5 of each decade as ordinary numbers on a logarithmic y axis."""
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _values(table: pd.DataFrame, column: str | None) -> list[Any]:

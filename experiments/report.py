@@ -33,6 +33,8 @@ def printed_table(suite: Suite, rows: Sequence[Row]) -> str:
         lines += ["", "Without a time:", *(f"  {reason}" for reason in why[:MAX_REASONS])]
     if len(why) > MAX_REASONS:
         lines.append(f"  ... and {len(why) - MAX_REASONS} more reasons in table.csv")
+    for name, further in suite.tables(to_frame(rows)).items():
+        lines += ["", f"{name}:", tables.to_text(tables.rounded(further))]
     return "\n".join(lines)
 
 
@@ -45,10 +47,14 @@ def write(
     frame = to_frame(rows)
     table = suite.summary(frame)
     table.to_csv(folder / "table.csv", index=False)
+    further = suite.tables(frame)
+    for name, each in further.items():
+        each.to_csv(folder / f"{name}.csv", index=False)
     names = _draw(folder / "plots", suite, frame, record) if plots else []
     title = f"{suite.name} on {record['device_name']}"
     sections = {
         "What was run": _facts(frame, record),
+        **{name.capitalize(): tables.rounded(each) for name, each in further.items()},
         "Table": tables.compact(table),
         "Without a time": pd.DataFrame({"why": tables.reasons(table)}),
         "What failed": _failures(frame),

@@ -51,6 +51,23 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float], seed:
     return Interval(*(math.exp(value) for value in (interval.value, interval.low, interval.high)))
 
 
+def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Interval:
+    """The ratio of geometric means of samples that have nothing in common, and its bootstrap interval."""
+    logs = [np.log(np.asarray(samples, dtype=float)) for samples in (numerator, denominator)]
+    value = float(logs[0].mean() - logs[1].mean())
+    smaller = min(len(samples) for samples in logs)
+    if smaller < 2:
+        return Interval(math.exp(value), math.nan, math.nan)
+    rng = np.random.default_rng(seed)
+    means = [
+        samples[rng.integers(0, len(samples), size=(RESAMPLES, len(samples)))].mean(axis=1)
+        for samples in logs
+    ]
+    tail = expanded_tail(smaller)
+    low, high = np.quantile(means[0] - means[1], [tail, 1 - tail])
+    return Interval(math.exp(value), math.exp(min(low, value)), math.exp(max(high, value)))
+
+
 def differs(ratio: Interval, num_pairs: int, margin: float = EQUIVALENCE) -> bool:
     """Whether a paired ratio shows a difference: its interval leaves 1, and more than the equivalence margin."""
     if num_pairs < MIN_PAIRS or math.isnan(ratio.low):

@@ -212,6 +212,16 @@ def _speedup(value: Any, low: Any, high: Any, over: Any) -> str:
     return "" if _absent(value) else f"{_with_interval(value, low, high)}x {over}"
 
 
+def rounded(table: pd.DataFrame) -> pd.DataFrame:
+    """A table for the eye: numbers to three digits, nothing where there is none."""
+    return pd.DataFrame(
+        {
+            name: [_number(v) if isinstance(v, float) else _text(v) for v in table[name]]
+            for name in table.columns
+        }
+    )
+
+
 def to_text(table: pd.DataFrame) -> str:
     """Columns side by side for a terminal."""
     return table.to_string(index=False) if len(table) else "(no rows)"

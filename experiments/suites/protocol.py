@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Point:
     """One combination of a sweep. params: flat, JSON-able, complete: their hash is the point's identity.
 
-    Params that are columns are copied into the point's rows. on_engine: a whole engine runs, which isolation is for.
+    Params that are columns are copied into the point's rows (see PointContext.row). on_engine: a whole engine runs,
+    which isolation is for.
     """
 
     suite: str
@@ -34,10 +35,6 @@ class Point:
     @cached_property
     def id(self) -> str:
         return point_id(self.suite, self.params)
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        return {name: value for name, value in self.params.items() if name in COLUMNS}
 
     @property
     def label(self) -> str:
@@ -66,7 +63,7 @@ class PointContext:
         return int.from_bytes(digest[:6], "big")
 
     def row(self, point: Point, **values: Any) -> Row:
-        """A row of the point: what identifies it, its parameters, and `values` over them."""
+        """A row of the point: what identifies it, its parameters that are columns, and `values` over them."""
         base = {
             "run_id": self.run_id,
             "point_id": point.id,
@@ -74,7 +71,8 @@ class PointContext:
             "device_name": self.device_name,
             "size": self.settings.size.name,
         }
-        return make_row(self.columns, **(base | point.columns | values))
+        params = {name: v for name, v in point.params.items() if name in COLUMNS or name in self.columns}
+        return make_row(self.columns, **(base | params | values))
 
 
 class Suite(ABC):
@@ -107,6 +105,10 @@ class Suite(ABC):
     def dtypes(self, settings: Settings) -> tuple[str, ...]:
         """Names of the dtypes whose matmul ceilings the suite's rows need."""
         return ()
+
+    def tables(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        """Further tables by file name (without .csv), printed and reported beside the summary."""
+        return {}
 
     def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The table of a run: what is printed and written as table.csv."""

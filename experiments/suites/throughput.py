@@ -73,11 +73,11 @@ class Throughput(WorkloadSuite):
         return [Phase(requests)]
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
-        from experiments.plots import bars
+        from experiments.bar_plots import bar_grid
 
         table = self.summary(rows)
         return {
-            "throughput": bars(
+            "throughput": bar_grid(
                 table,
                 y="output_tok_s",
                 groups="tp",

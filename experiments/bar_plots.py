@@ -1,0 +1,120 @@
+"""Bars beside bars, with their numbers on them, for what has no natural order on an axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.plots import COLOURS, STYLE, nothing, panel_title, plain_log_ticks
+
+NOTHING = "nothing to show: not timed here (see the report for why)"
+
+
+def bar_grid(
+    table: pd.DataFrame,
+    *,
+    y: str,
+    groups: str,
+    labels: tuple[str, str],
+    title: str,
+    series: str = "variant",
+    columns: str | None = None,
+    rows: str | None = None,
+    number: str = "{:,.0f}",
+    log_y: bool = False,
+    level: float | None = None,
+) -> Figure:
+    """y as one bar a series in each group, in a grid of panels over the values of `columns` and `rows`.
+
+    number: the format of the values written on the bars. A missing value leaves its place empty.
+    """
+    if y not in table or not table[y].notna().any():
+        return nothing(title, NOTHING)
+    names, places = list(dict.fromkeys(table[series])), list(dict.fromkeys(table[groups].dropna()))
+    down, across = _values(table, rows), _values(table, columns)
+    bars = max(len(names) * len(places), 3)
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(
+            len(down),
+            len(across),
+            figsize=((0.42 * bars + 1.0) * len(across) + 2.4, 2.1 * len(down) + 1.2),
+            sharex=True,
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        for i, row in enumerate(down):
+            for j, column in enumerate(across):
+                axes = grid[i][j]
+                panel = table
+                for key, value in ((rows, row), (columns, column)):
+                    panel = panel if key is None or value is None else panel[panel[key] == value]
+                _draw(axes, panel, y, groups, series, names, places, number)
+                axes.set_title(
+                    panel_title([(rows, row, len(down)), (columns, column, len(across))]), fontsize=9
+                )
+                if level is not None:
+                    axes.axhline(level, color="0.4", linewidth=0.8, linestyle=":")
+        first = grid[0][0]
+        if log_y:
+            first.set_yscale("log")
+            plain_log_ticks(first)
+        first.margins(y=0.15)
+        handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[k % len(COLOURS)]) for k in range(len(names))]
+        if len(names) > 1:
+            figure.legend(handles, names, loc="outside right center", fontsize=8)
+        figure.supxlabel(labels[0], fontsize=9)
+        figure.supylabel(labels[1], fontsize=9)
+        figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _draw(
+    axes: Axes,
+    panel: pd.DataFrame,
+    y: str,
+    groups: str,
+    series: str,
+    names: list[Any],
+    places: list[Any],
+    number: str,
+) -> None:
+    """One panel."""
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        for j, place in enumerate(places):
+            found = panel[(panel[series] == name) & (panel[groups] == place)]
+            if not found[y].notna().any():
+                continue
+            value = float(found[y].dropna().iloc[0])
+            drawn = axes.bar(
+                j + (i - (len(names) - 1) / 2) * width,
+                value,
+                0.92 * width,
+                yerr=_error(found, y, value),
+                capsize=2,
+                ecolor="0.35",
+                color=COLOURS[i % len(COLOURS)],
+            )
+            axes.bar_label(drawn, labels=[number.format(value)], padding=2, fontsize=7)
+    axes.set_xticks(range(len(places)), [str(place) for place in places])
+    axes.set_xlim(-0.7, len(places) - 0.3)
+    axes.grid(False, axis="x")
+
+
+def _error(found: pd.DataFrame, y: str, value: float) -> list[list[float]] | None:
+    """How far the interval's ends are from the value; None where there is no interval."""
+    if f"{y}_low" not in found or not found[f"{y}_low"].notna().any():
+        return None
+    low, high = float(found[f"{y}_low"].iloc[0]), float(found[f"{y}_high"].iloc[0])
+    return [[max(value - low, 0.0)], [max(high - value, 0.0)]]
+
+
+def _values(table: pd.DataFrame, column: str | None) -> list[Any]:
+    if column is None or column not in table or not table[column].notna().any():
+        return [None]
+    return sorted(table[column].dropna().unique().tolist())
