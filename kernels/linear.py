@@ -9,7 +9,7 @@ from torch.nn import functional
 from kernels.triton_support import on_device, tl, triton
 
 MAX_ROWS = 4
-"""Rows of x up to which the Triton kernel is used: it multiplies on the plain cores, a row at a time."""
+"""Rows of x that the Triton kernel takes at most: it multiplies on the plain cores, a row at a time."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,16 @@ class RowTile:
 
 
 def choose_tile(out_features: int, in_features: int, rows: int) -> RowTile:
-    """Enough programs to fill a GPU several times over, each with all the loads of a step in flight."""
-    block_k = min(triton.next_power_of_2(in_features), 1024 if rows == 1 else 512)
-    block_n = 4 if out_features <= 8192 else 8
-    return RowTile(block_n, block_k, 4)
+    """Many small programs, each with all the loads of a step in flight: the best of those measured on an H200."""
+    wide = rows == 1 and in_features <= 4096
+    block_n, block_k = (2, 1024) if wide else (4, 512)
+    return RowTile(block_n, min(triton.next_power_of_2(in_features), block_k), 4)
+
+
+def few_rows_is_faster(out_features: int, rows: int) -> bool:
+    """Where the Triton kernel beat cuBLAS on an H200, cold (results/NOTES.md): one row of all but the widest layers,
+    and up to MAX_ROWS of the narrowest, which cuBLAS cuts into too few programs."""
+    return 0 < rows <= MAX_ROWS and out_features <= (8192 if rows == 1 else 1024)
 
 
 def linear(
@@ -34,16 +40,14 @@ def linear(
     bias: Tensor | None = None,
     *,
     use_triton: bool,
-    tile: RowTile | None = None,
 ) -> Tensor:
     """x [rows, in_features] by weight [out_features, in_features]: [rows, out_features] in x's dtype.
 
-    Sums are fp32. use_triton: the Triton kernel for up to MAX_ROWS rows of a half-precision dtype, where each row's
-    result does not depend on the others; otherwise, and always with use_triton=False, torch's product.
+    Sums are fp32. use_triton: the Triton kernel for half-precision rows as few as few_rows_is_faster says; otherwise,
+    and always with use_triton=False, torch's product.
     """
-    if not use_triton or not 0 < x.shape[0] <= MAX_ROWS or x.dtype == torch.float32:
-        return functional.linear(x, weight, bias)
-    return few_rows_linear(x, weight, bias, tile)
+    few_rows = use_triton and few_rows_is_faster(weight.shape[0], x.shape[0]) and x.dtype != torch.float32
+    return few_rows_linear(x, weight, bias) if few_rows else functional.linear(x, weight, bias)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowTile | None = None) -> Tensor:

@@ -50,10 +50,16 @@ class Attention(nn.Module):
             split_heads("v_proj", num_kv_heads, head_dim, group),
         )
         self.qkv_proj = PackedColumnParallelLinear(
-            hidden_size, projections, bias=bias, dtype=dtype, device=device
+            hidden_size, projections, bias=bias, use_triton=kernels.use_triton, dtype=dtype, device=device
         )
         self.o_proj = RowParallelLinear(
-            num_q_heads * head_dim, hidden_size, bias=bias, group=group, dtype=dtype, device=device
+            num_q_heads * head_dim,
+            hidden_size,
+            bias=bias,
+            group=group,
+            use_triton=kernels.use_triton,
+            dtype=dtype,
+            device=device,
         )
         self.q_norm = self.k_norm = None
         if norm_eps is not None:

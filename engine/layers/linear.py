@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from engine.layers.weight_shard import WeightShard
 from engine.parallel.group import ParallelGroup
+from kernels.linear import linear
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,13 @@ class PackedColumnParallelLinear(nn.Module):
         projections: Sequence[Projection],
         *,
         bias: bool,
+        use_triton: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.in_features = in_features
+        self.use_triton = use_triton
         self.projections = tuple(projections)
         self.sizes = [projection.rows for projection in self.projections]
         self.weight = new_parameter((sum(self.sizes), in_features), dtype, device)
@@ -64,7 +66,7 @@ class PackedColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, in_features] to [tokens, sum of this rank's rows]."""
-        return functional.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, use_triton=self.use_triton)
 
     def weight_shards(self, parent: str) -> Iterator[WeightShard]:
         """The checkpoint keeps each projection as a module of its own, below `parent`."""
@@ -92,11 +94,13 @@ class RowParallelLinear(nn.Module):
         *,
         bias: bool,
         group: ParallelGroup,
+        use_triton: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.group = group
+        self.use_triton = use_triton
         self.full_shape = (out_features, in_features)
         self.weight = new_parameter((out_features, in_features // group.size), dtype, device)
         self.bias = new_parameter((out_features,), dtype, device) if bias else None
@@ -104,7 +108,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, in_features / size] to [tokens, out_features], the same on every rank."""
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(functional.linear(x, self.weight, bias))
+        return self.group.all_reduce(linear(x, self.weight, bias, use_triton=self.use_triton))
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         start = self.group.rank * self.weight.shape[1]

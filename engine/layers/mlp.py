@@ -31,10 +31,16 @@ class GatedMLP(nn.Module):
         self.use_triton = use_triton
         projections = [split_evenly(name, intermediate_size, group) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = PackedColumnParallelLinear(
-            hidden_size, projections, bias=bias, dtype=dtype, device=device
+            hidden_size, projections, bias=bias, use_triton=use_triton, dtype=dtype, device=device
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size, hidden_size, bias=bias, group=group, dtype=dtype, device=device
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            group=group,
+            use_triton=use_triton,
+            dtype=dtype,
+            device=device,
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from kernels.linear import MAX_ROWS, RowTile, choose_tile, few_rows_linear, linear  # noqa: E402
+from kernels.linear import MAX_ROWS, RowTile, choose_tile, few_rows_is_faster, few_rows_linear, linear  # noqa: E402
 from tests.kernels.aot import Launch, compile_launches  # noqa: E402
 
 
@@ -62,6 +62,23 @@ def test_shapes_that_do_not_fit_are_named(x, weight, bias, message):
         few_rows_linear(x, weight, bias)
 
 
+def test_the_choice_between_the_products(device, monkeypatch):
+    chosen = []
+    monkeypatch.setattr("kernels.linear.few_rows_linear", lambda *arguments: chosen.append(arguments))
+    x, weight = torch.randn(1, 64, device=device).half(), torch.randn(32, 64, device=device).half()
+    linear(x, weight, use_triton=True)
+    assert len(chosen) == 1
+    for other in (x.expand(5, 64), x.float()):
+        expected = torch.nn.functional.linear(other, weight.to(other.dtype))
+        assert torch.equal(linear(other, weight.to(other.dtype), use_triton=True), expected)
+    linear(x, weight, use_triton=False)
+    assert len(chosen) == 1
+    assert few_rows_is_faster(8192, 1)
+    assert not few_rows_is_faster(8193, 1)
+    assert few_rows_is_faster(1024, 4)
+    assert not few_rows_is_faster(1025, 2)
+
+
 def launch(rows: int, out_features: int, in_features: int) -> Launch:
     tile = choose_tile(out_features, in_features, rows)
     return Launch(
@@ -97,5 +114,5 @@ def test_half_precision_on_a_gpu(dtype, out_features, in_features, rows):
     x = torch.randn(rows, in_features, generator=generator, device="cuda", dtype=dtype)
     weight = torch.randn(out_features, in_features, generator=generator, device="cuda", dtype=dtype)
     expected = exact(x, weight, None)
-    error = ((linear(x, weight, use_triton=True).double() - expected).norm() / expected.norm()).item()
+    error = ((few_rows_linear(x, weight, None).double() - expected).norm() / expected.norm()).item()
     assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4)
