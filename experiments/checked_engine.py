@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.execution.kernel_choice import choose_kernels
 from experiments.backends.engine import EngineSetup, check_greedy, greedy_reference
 from experiments.failures import IncorrectError, NotTimedError, UnsupportedError
 from experiments.kernel_bench import INTERPRETED
@@ -29,9 +30,10 @@ class CheckedEngine:
     columns: dict[str, Any]
 
     def peak_memory(self) -> dict[str, int]:
-        """The column of the most memory held since the engine was opened; nothing on a CPU."""
+        """The column of the most memory held since the engine was opened; nothing on a CPU, or where ranks
+        of their own hold it."""
         device = self.llm.runner.device
-        if device.type != "cuda":
+        if device.type != "cuda" or self.llm.config.tensor_parallel_size > 1:
             return {}
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
 
@@ -70,9 +72,10 @@ def checked_engine(
     sizes = {"max_model_len": longest, "max_num_seqs": max(batch_size, len(lengths))}
     with setup.open(**sizes, **options) as llm:
         check = check_greedy(llm, reference, setup.dtype_name)
+        kernels = choose_kernels(llm.config, llm.runner.device)
         columns = {
-            "decode_attention": llm.runner.kernels.decode.name,
-            "prefill_attention": llm.runner.kernels.prefill.name,
+            "decode_attention": kernels.decode.name,
+            "prefill_attention": kernels.prefill.name,
             "tokens_checked": check.checked,
             "tokens_excused": check.excused,
         }

@@ -87,7 +87,7 @@ def serve(llm: LLM, requests: Sequence[Request], sleep: Callable[[float], None] 
     Times are of engine.clock. A request that the engine refuses is served with that error.
     """
     engine, clock = llm.engine, llm.engine.clock
-    waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrival_s, reverse=True)
+    waiting = sorted(range(len(requests)), key=lambda i: (requests[i].arrival_s, i), reverse=True)
     outputs: dict[int, RequestOutput] = {}
     refused: dict[int, str] = {}
     index: dict[str, int] = {}

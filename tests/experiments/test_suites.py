@@ -1,0 +1,144 @@
+"""Every suite at size smoke, with few rounds: rows, table, plots and reports, and what each is about."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import experiments
+from experiments import session, suites
+from experiments.arguments import CONF
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWED = {"ok", "not_timed", "unsupported"}
+
+# Less of the same, where a suite's smoke size takes more than a few seconds.
+FEWER = {
+    "decode_kernel": ["bench.heads=[8,2]"],
+    "elementwise_kernel": ["bench.num_tokens=[1,16]"],
+    "long_decode": ["bench.batch_sizes=[1]", "bench.engine_batch_sizes=[1]", "bench.context_lens=[128,512]"],
+    "serving": ["bench.request_rates=[80]"],
+    "correctness": ["bench.num_prompts=2", "bench.output_len=4", "attention=[torch,split_kv]"],
+}
+
+
+@cache
+def folder_of(suite: str, root: Path) -> Path:
+    overrides = [f"+suite={suite}", "device=cpu", "size.rounds=2", "size.samples=2", f"run.root={root}"]
+    overrides += FEWER.get(suite, [])
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config: Any = OmegaConf.to_container(compose("config", overrides=overrides), resolve=True)
+    assert session.run(config, ROOT, overrides) == 0
+    (folder,) = (root / suite).iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("suites")
+
+
+def rows_of(suite: str, root: Path) -> pd.DataFrame:
+    return experiments.load(folder_of(suite, root))
+
+
+@pytest.mark.parametrize("suite", suites.names())
+def test_every_suite_at_size_smoke(suite: str, root: Path) -> None:
+    folder = folder_of(suite, root)
+    df = experiments.load(folder)
+    assert set(df["status"]) <= ALLOWED
+    assert (df["status"] == "ok").any()
+    assert set(df["suite"]) == {suite}
+    assert (df["size"] == "smoke").all()
+    assert df["device_name"].notna().all()
+    timed = df[(df["status"] == "ok") & df["time_us"].notna()]
+    assert (timed["time_us"] > 0).all()
+    assert (timed["timing_method"] == "perf_counter").all()
+    for row in df[df["status"] != "ok"].itertuples():
+        assert row.error
+        assert pd.isna(row.time_us)
+    for name in ("table.csv", "report.md", "report.html", "provenance.json", "config.yaml"):
+        assert (folder / name).stat().st_size > 100
+    assert all(path.stat().st_size > 2000 for path in (folder / "plots").glob("*.png"))
+    assert list((folder / "plots").glob("*.png"))
+
+
+def test_prefix_cache_hot_computes_only_what_is_not_shared(root: Path) -> None:
+    df = rows_of("prefix_cache", root)
+    cold, hot = (df[df["cache_state"] == state] for state in ("cold", "hot"))
+    assert (cold["hit_rate"] == 0).all()
+    assert (hot["hit_rate"] == (256 - 16) / 256).all()
+    assert (hot["prompt_tokens"] == 4 * 256).all()
+    assert hot["prefill_s"].median() < cold["prefill_s"].median() / 2
+    table = suites.get("prefix_cache").summary(df)
+    assert table.loc[table["cache_state"] == "hot", "speedup"].iloc[0] > 2
+
+
+def test_max_output_gives_every_token_and_their_times(root: Path) -> None:
+    df = rows_of("max_output", root)
+    assert df["output_tokens"].tolist() == [192]
+    assert df["prompt_tokens"].tolist() == [64]
+    assert len(df["samples_us"].iloc[0]) == 16
+
+
+def test_throughput_counts_what_was_really_made(root: Path) -> None:
+    df = rows_of("throughput", root)
+    assert (df["num_requests"] == 8).all()
+    assert df["prompt_tokens"].between(8 * 8, 8 * 48).all()
+    assert df["output_tokens"].between(8 * 4, 8 * 16).all()
+    for row in df.itertuples():
+        assert row.total_tok_s == pytest.approx((row.prompt_tokens + row.output_tokens) / row.elapsed_s)
+        assert row.output_tok_s == pytest.approx(row.output_tokens / row.elapsed_s)
+        assert row.prefill_s + row.decode_s <= row.elapsed_s
+
+
+def test_high_concurrency_gains_throughput(root: Path) -> None:
+    rates = rows_of("high_concurrency", root).groupby("batch_size")["output_tok_s"].median()
+    assert rates.index.tolist() == [1, 4, 16]
+    assert rates.loc[16] > rates.loc[1]
+
+
+def test_serving_has_both_arrivals_and_percentiles_in_order(root: Path) -> None:
+    df = rows_of("serving", root)
+    assert sorted(df["arrivals"]) == ["burst", "poisson"]
+    for name in ("ttft", "tpot", "itl", "latency"):
+        assert (df[f"{name}_ms_p50"] <= df[f"{name}_ms_p99"]).all()
+    assert (df["ttft_ms_p50"] < df["latency_ms_p50"]).all()
+    assert df["good_fraction"].between(0, 1).all()
+    # 24 requests at 80 a second: no run is over before the last has come.
+    assert (df["elapsed_s"] > 18 / 80).all()
+
+
+def test_attribution_names_all_three_depths(root: Path) -> None:
+    folder = folder_of("attribution", root)
+    df = experiments.load(folder)
+    assert set(df["level"]) == {"kernel", "step", "workload"}
+    table = pd.read_csv(folder / "attribution.csv")
+    assert (
+        table.groupby(["batch_size", "context_len"])["level"].apply(list).tolist()
+        == [["kernel", "step", "workload"]] * df["context_len"].nunique()
+    )
+    assert table["speedup"].notna().all()
+
+
+def test_tensor_parallel_ranks_give_the_same_tokens(root: Path) -> None:
+    df = rows_of("tp_scaling", root)
+    two = df[df["tp"] == 2]
+    assert set(two["status"]) == {"ok"}
+    assert (two["tokens_checked"] == 24).all()
+    assert (two["num_q_heads"] == 4).all()
+
+
+def test_plots_may_be_left_out_and_no_figure_stays_open(root: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    folder_of("throughput", root)
+    assert plt.get_fignums() == []
+    assert os.environ.get("MPLBACKEND", "agg").lower() == "agg"
