@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from engine.layers.attention_metadata import KernelChoice
 from engine.layers.weight_shard import WeightShard
 from engine.models.checkpoint import ModelSource
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.weight_files import locate_tensors
 from engine.parallel.group import ParallelGroup
@@ -42,24 +43,43 @@ def load_model(
     """
     if load_format != "dummy" and source.path is None:
         raise ValueError("a model without a checkpoint needs load_format 'dummy'")
-    model = Decoder(source.config, group=group, kernels=kernels, dtype=dtype, device=device)
+    ignored = ["lm_head.weight"] if source.config.tie_word_embeddings else []
+    if load_format != "dummy":
+        assert source.path is not None
+        check_size(source.config, source.path)
+        # Against a model without memory first: a size that is wrong must not cost the memory it asks for.
+        shapes = Decoder(
+            source.config, group=group, kernels=kernels, dtype=dtype, device=torch.device("meta")
+        )
+        check_weights(list(shapes.weight_shards()), source.path, ignored=ignored)
+    try:
+        model = Decoder(source.config, group=group, kernels=kernels, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise ValueError(f"{source.path or 'the model'} does not fit on {device}: {error}") from error
     shards = list(model.weight_shards())
     if load_format == "dummy":
         draw_weights(shards, seed)
     else:
         assert source.path is not None
-        read_weights(
-            shards, source.path, ignored=["lm_head.weight"] if source.config.tie_word_embeddings else []
-        )
+        read_weights(shards, source.path, ignored=ignored)
     return model.eval()
 
 
-@torch.no_grad()
-def read_weights(shards: Sequence[WeightShard], directory: Path, *, ignored: Iterable[str] = ()) -> None:
-    """Copy each shard's slice of its tensor from the safetensors in `directory`, one tensor at a time.
+def check_size(config: ModelConfig, directory: Path) -> None:
+    """Raise ValueError if config.json asks for more layers than there are tensors: no need to build them to know."""
+    num_tensors = len(locate_tensors(directory))
+    if config.num_layers > num_tensors:
+        raise ValueError(
+            f"num_hidden_layers is {config.num_layers}, but {directory} has {num_tensors} tensors in all"
+        )
 
-    Nothing but the slice is read, and it goes to the target's device before it is cast. ignored: tensors that the files
-    may hold although no shard takes them; precomputed inverse frequencies may too.
+
+def check_weights(
+    shards: Sequence[WeightShard], directory: Path, *, ignored: Iterable[str] = ()
+) -> dict[Path, list[WeightShard]]:
+    """The shards by the file that holds their tensor, after a look at names, shapes and formats in the headers.
+
+    ignored: tensors that the files may hold although no shard takes them; precomputed inverse frequencies may too.
     """
     location = locate_tensors(directory)
     wanted = {shard.name: shard for shard in shards}
@@ -70,7 +90,7 @@ def read_weights(shards: Sequence[WeightShard], directory: Path, *, ignored: Ite
     for shard in shards:
         by_file[location[shard.name]].append(shard)
     for file, file_shards in by_file.items():
-        with safe_open(file, framework="pt", device=str(file_shards[0].target.device)) as tensors:
+        with safe_open(file, framework="pt") as tensors:
             for shard in file_shards:
                 stored = tensors.get_slice(shard.name)
                 if tuple(stored.get_shape()) != shard.full_shape:
@@ -83,10 +103,22 @@ def read_weights(shards: Sequence[WeightShard], directory: Path, *, ignored: Ite
                         f"tensor {shard.name!r} in {file} is {stored.get_dtype()}; supported: "
                         f"{', '.join(_FLOAT_FORMATS)}"
                     )
+    return by_file
+
+
+@torch.no_grad()
+def read_weights(shards: Sequence[WeightShard], directory: Path, *, ignored: Iterable[str] = ()) -> None:
+    """Copy each shard's slice of its tensor from the safetensors in `directory`, one tensor at a time.
+
+    Nothing but the slice is read, and it goes to the target's device before it is cast. ignored: see check_weights.
+    """
+    for file, file_shards in check_weights(shards, directory, ignored=ignored).items():
+        with safe_open(file, framework="pt", device=str(file_shards[0].target.device)) as tensors:
+            for shard in file_shards:
                 if not shard.target.numel():
                     continue
                 try:
-                    shard.target.copy_(shard.slice_of(stored))
+                    shard.target.copy_(shard.slice_of(tensors.get_slice(shard.name)))
                 except SafetensorError as error:
                     raise ValueError(f"tensor {shard.name!r} in {file} cannot be read: {error}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.config import ModelConfig, eos_ids
+from engine.models.json_file import read_json_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKENIZER_FILES = ("*.json", "*.model", "*.tiktoken", "*.jinja", "vocab.txt", "merges.txt")
@@ -48,11 +48,11 @@ def resolve_model(model: str | Path | Mapping[str, Any], load_format: str) -> Mo
     if not config_file.exists():
         raise ValueError(f"model {str(model)!r}: {directory} has no config.json")
     try:
-        config = ModelConfig.from_hf(_read_json(config_file))
+        config = ModelConfig.from_hf(read_json_object(config_file))
     except ValueError as error:
         raise ValueError(f"model {str(model)!r}: {error}") from error
     generation_file = directory / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.exists() else {}
+    generation = read_json_object(generation_file) if generation_file.exists() else {}
     all_eos = (*config.eos_token_ids, *eos_ids(generation.get("eos_token_id"), str(generation_file)))
     return ModelSource(config, directory, tuple(dict.fromkeys(all_eos)))
 
@@ -86,16 +86,6 @@ def resolve_directory(model: str | Path, *, with_weights: bool) -> Path:
             f"model {name!r} is neither an existing directory (looked in {Path.cwd()}) nor a hub id that can be "
             f"fetched or is cached: {type(error).__name__}: {_first_line(error)}"
         ) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object")
-    return content
 
 
 def _first_line(error: Exception) -> str:

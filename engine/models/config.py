@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +58,14 @@ _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads"),
     *("head_dim", "max_position_embeddings"),
 )
+
+_LARGEST_SIZE = {
+    "head_dim": 2**16,
+    "num_layers": 2**16,
+    "num_q_heads": 2**16,
+    "max_position_embeddings": 2**24,
+}
+"""Far beyond any network, and small enough that a misprint is refused before memory is asked for."""
 
 _HONOURED = _fields("""
     architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
@@ -123,6 +130,10 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+            if value > _LARGEST_SIZE.get(name, 2**31 - 1):
+                raise ValueError(
+                    f"{name} must be at most {_LARGEST_SIZE.get(name, 2**31 - 1)}, got {value:.6g}"
+                )
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads is {self.num_q_heads}, not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -133,8 +144,8 @@ class ModelConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         eps = self.rms_norm_eps
-        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-            raise ValueError(f"rms_norm_eps must be a number >= 0, got {eps!r}")
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps <= 1:
+            raise ValueError(f"rms_norm_eps must be a number in [0, 1], got {eps!r}")
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
@@ -220,7 +231,7 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, Architecture]:
     if not isinstance(names, list | tuple) or len(names) != 1:
         raise ValueError(f"architectures must name one architecture, got {names!r}")
     name = names[0]
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(f"architecture {name!r} is not supported; known: {', '.join(ARCHITECTURES)}")
     if model_type is not None and model_type != ARCHITECTURES[name].model_type:
         raise ValueError(f"model_type is {model_type!r}, but architectures names {name!r}")
@@ -246,6 +257,8 @@ def _refuse_unsupported(config: Mapping[str, Any], name: str, architecture: Arch
     layer_types = config.get("layer_types")
     if layer_types is None:
         return
+    if not isinstance(layer_types, list | tuple):
+        raise ValueError(f"layer_types must be a list, got {layer_types!r}")
     other = [kind for kind in layer_types if kind != "full_attention"]
     if other:
         raise ValueError(f"layer_types has {other[0]!r}; only 'full_attention' is supported")
@@ -289,7 +302,8 @@ def _max_positions(config: Mapping[str, Any], rope: RopeConfig) -> Any:
     # Those who switch yarn on in a config.json leave this field as it was (Qwen's model cards say to do so).
     places = (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {})
     stated = [place.get("original_max_position_embeddings") for place in places]
-    return max(positions, *(int((rope.factor or 1) * original) for original in stated if original), 0)
+    stretched = [(rope.factor or 1) * original for original in stated if original]
+    return max(positions, *(int(min(length, 2.0**62)) for length in stretched), 0)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -8,6 +8,7 @@ refused by name.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class RopeConfig:
             if name == "truncate":
                 if not isinstance(value, bool):
                     raise ValueError(f"truncate must be true or false, got {value!r}")
-            elif name != "rope_type" and not (_is_number(value) and 0 < value < math.inf):
+            elif name != "rope_type" and not (_is_number(value) and 0 < value <= sys.float_info.max):
                 raise ValueError(f"{name} must be a number > 0, got {value!r}")
         if self.rope_theta <= 1:
             raise ValueError(f"rope_theta must be > 1, got {self.rope_theta}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+
+from engine.models.json_file import read_json_object, require_regular
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,6 +44,7 @@ def locate_tensors(directory: Path) -> dict[str, Path]:
 
 def tensor_names(file: Path) -> Iterable[str]:
     """The names in a file's header."""
+    require_regular(file)
     try:
         with safe_open(file, framework="pt") as tensors:
             return list(tensors.keys())
@@ -51,11 +53,7 @@ def tensor_names(file: Path) -> Iterable[str]:
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{index} is not valid JSON: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map")
     for name, file in weight_map.items():
