@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+_MULTIRUN = ("-m", "--multirun")
 _COMPLETION = ("-sc", "--shell-completion", "--shell_completion")
 
 
@@ -38,6 +39,8 @@ def prepare(arguments: Sequence[str], cwd: Path) -> list[str]:
             prepared += _attention(value)
         else:
             prepared.append(argument)
+    # Hydra's parser takes the flag before the overrides or after them, not among them.
+    prepared.sort(key=lambda argument: argument not in _MULTIRUN)
     if is_multirun(arguments) and not any(a.startswith("hydra.sweep.dir=") for a in arguments):
         roots = [a.partition("=")[2] for a in arguments if a.startswith("run.root=")]
         root = Path(roots[-1] if roots else "outputs")
@@ -47,7 +50,7 @@ def prepare(arguments: Sequence[str], cwd: Path) -> list[str]:
 
 def is_multirun(arguments: Iterable[str]) -> bool:
     """Whether Hydra is asked for a sweep of runs."""
-    return any(argument in ("-m", "--multirun") for argument in arguments)
+    return any(argument in _MULTIRUN for argument in arguments)
 
 
 def sweep_folder(prepared: Iterable[str]) -> Path:

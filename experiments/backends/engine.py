@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 # Of a greedy token that is not the reference's: how far, in standard deviations of the row's logits, the reference's
 # own logit of it may lie below its best. Rounding of the dtype decides between tokens as close as that.
-# Roundings add up like a random walk: 2^-8 in each of 2 x 36 sublayers is 0.03 in a logit, 0.07 in the difference of two
-# logits between two runs, and 4 of those are 0.27 (seen on an H200: 0.12 for a right kernel). A wrong kernel is off by 1.
+# Roundings add up like a random walk: 2^-8 in each of 2 x 36 sublayers is 0.03 in a logit, 0.07 in the difference of
+# two logits between two runs, and 4 of those are 0.27 (seen on an H200: 0.12 for a right kernel). A wrong kernel is
+# off by 1.
 MARGINS = {"float32": 1e-3, "float16": 4e-2, "bfloat16": 2.7e-1}
 
 

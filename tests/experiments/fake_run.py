@@ -58,7 +58,7 @@ def command(points: Sequence[str], *, root: Path, bench: str = "", more: Sequenc
         "-m",
         "experiments.run",
         "device=cpu",
-        f"bench={{suite: {SUITE}, points: [{','.join(points)}]{bench}}}",
+        f"bench={{suite: {SUITE}, rows: 3, points: [{','.join(points)}]{bench}}}",
         "+sizes.smoke={}",
         f"run.root={root}",
         "attention=torch",

@@ -86,7 +86,7 @@ def test_prefill_and_decode_rates_by_the_definitions(clock: Clock) -> None:
 
 def test_each_request_has_its_own_clock(clock: Clock) -> None:
     """A pool for two sequences: the third waits for one to end, and only its own first token is late."""
-    options = {"num_kv_blocks": 4, "max_num_seqs": 2, "block_size": 16, "enable_prefix_caching": False}
+    options = {"num_kv_blocks": 5, "max_num_seqs": 2, "block_size": 16, "enable_prefix_caching": False}
     with engine(clock, **options) as llm:
         requests = [Request(prompt, 8) for prompt in prompts(20, 20, 20)]
         run = serve(llm, requests, clock.sleep)
