@@ -15,7 +15,7 @@ RunDecode = Callable[[torch.Tensor, SamplingKind], tuple[torch.Tensor, torch.Ten
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, 8, then every 8 up to 64, then every 32; the last is max_num_seqs itself."""
-    sizes = [size for size in (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32)) if size < max_num_seqs]
+    sizes = [size for size in (1, 2, 4, *range(8, 64, 8), *range(64, 512, 32)) if size < max_num_seqs]
     return [*sizes, min(max_num_seqs, 512)]
 
 

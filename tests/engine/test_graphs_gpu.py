@@ -1,0 +1,202 @@
+"""CUDA graphs and the step ahead (cases G1, G4, G5): the same tokens as without them, and nothing else written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.execution.cuda_graphs import graph_sizes
+from tests.engine.checkpoints import QWEN3, REPOSITORY, write_random_checkpoint
+
+MODEL = QWEN3 | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+Requests = list[tuple[int, list[int], dict[str, Any]]]
+"""(step of arrival, prompt, sampling parameters), in order of arrival."""
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 63, 64, 65, 256, 511, 512, 513, 5000])
+def test_g1_every_batch_up_to_the_largest_has_a_graph_that_holds_it(max_num_seqs):
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == min(max_num_seqs, 512)
+    for rows in range(1, sizes[-1] + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert size - rows < max(8, rows)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), MODEL, eos_token_id=[5, 9])
+
+
+def run_requests(directory: Any, requests: Requests, **options: Any) -> dict[str, Any]:
+    """Token ids by request, and the engine's counters."""
+    with LLM(str(directory), device="cuda", skip_tokenizer_init=True, **options) as llm:
+        if not options.get("enforce_eager"):
+            assert llm.runner.uses_cuda_graphs
+        llm.runner.kv_cache.fill_(float("nan"))
+        waiting, tokens, step = list(enumerate(requests)), {}, 0
+        while waiting or llm.engine.has_unfinished_requests():
+            while waiting and (waiting[0][1][0] <= step or not llm.engine.has_unfinished_requests()):
+                index, (_, prompt, params) = waiting.pop(0)
+                llm.engine.add_request(prompt, SamplingParams(**params), str(index))
+            tokens |= {output.request_id: output.token_ids for output in llm.engine.step() if output.finished}
+            step += 1
+        llm.engine.block_manager.check_invariants()
+        assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
+        return {"tokens": [list(tokens[str(i)]) for i in range(len(requests))], "stats": llm.stats()}
+
+
+def changing_requests(count: int, seed: int = 0) -> Requests:
+    """Batches and block tables that change all the time; greedy, top-k and top-p rows side by side."""
+    rng = random.Random(seed)
+    kinds = [{"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.7}]
+    requests: Requests = []
+    for i in range(count):
+        prompt = [rng.randrange(307) for _ in range(rng.choice([1, 3, 16, 17, 40]))]
+        params = {"max_tokens": rng.randrange(1, 50), "seed": i, "ignore_eos": i % 2 == 0} | kinds[i % 4]
+        requests.append((5 * i, prompt, params))
+    return requests
+
+
+# --- G1: what a graph covers --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_num_seqs", [8, 96])
+def test_g1_prompts_at_the_edge_of_max_model_len(directory, max_num_seqs):
+    options = {"block_size": 16, "max_model_len": 64, "max_num_seqs": max_num_seqs, "num_kv_blocks": 500}
+    lengths = [63, 62, 48, 47, 33, 32, 31, 17, 16, 15, 1]
+    params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    requests: Requests = [(0, [(n * i) % 307 for i in range(n)], params) for n in lengths]
+    graphs = run_requests(directory, requests, **options)
+    assert graphs["tokens"] == run_requests(directory, requests, enforce_eager=True, **options)["tokens"]
+    assert [len(tokens) for tokens in graphs["tokens"]] == [min(40, 64 - n) for n in lengths]
+    with LLM(str(directory), device="cuda", skip_tokenizer_init=True, **options) as llm:
+        with pytest.raises(ValueError, match="prompt has 64 tokens; max_model_len is 64"):
+            llm.generate([[1] * 64], SamplingParams(max_tokens=2), use_tqdm=False)
+        llm.generate([[1] * 63], SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+@pytest.mark.gpu
+def test_g1_a_batch_above_the_largest_graph_runs_eagerly_with_the_same_tokens(directory):
+    requests: Requests = [
+        (0, [i % 307, i // 307], {"temperature": 0.0, "max_tokens": 4 + i % 5, "ignore_eos": True})
+        for i in range(560)
+    ]
+    options = {"max_num_seqs": 600, "num_kv_blocks": 1300, "max_model_len": 64}
+    graphs = run_requests(directory, requests, **options)
+    eager = run_requests(directory, requests, enforce_eager=True, **options)
+    assert graphs["tokens"] == eager["tokens"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 5, 9, 17, 63, 65])
+def test_g1_padding_rows_write_no_kv(directory, rows):
+    """Blocks of no request stay as they were, and so do the places past each request's last token."""
+    with LLM(
+        str(directory),
+        device="cuda",
+        skip_tokenizer_init=True,
+        num_kv_blocks=300,
+        max_num_seqs=128,
+        max_model_len=64,
+        overlap_scheduling=False,
+    ) as llm:
+        llm.runner.kv_cache.fill_(float("nan"))
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        for i in range(rows):
+            llm.engine.add_request([i + 1, 2, 3], params)
+        written = torch.zeros(300, 16, dtype=torch.bool)
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+            for request in llm.engine.scheduler.running:
+                for position in range(request.num_computed_tokens):
+                    written[request.block_table[position // 16], position % 16] = True
+        # The step that ends a request takes it out of running: its last written position is the one before it ends.
+        last = 3 + 30 - 2
+        kv = llm.runner.kv_cache.isnan().flatten(4).any(-1).any(0).any(0).cpu()  # [blocks, offsets]
+        assert int((~kv).sum()) == rows * (last + 1)
+        assert not kv[written].any()
+        assert (~kv & ~written).sum(1).max() <= 1
+
+
+# --- G4: lazy work in a capture -----------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+from tests.engine.test_graphs_gpu import run_requests
+directory, requests, options = json.loads(sys.stdin.read())
+print("RESULT" + json.dumps(run_requests(directory, requests, **options)))
+"""
+
+
+def run_elsewhere(directory: Any, requests: Requests, environment: dict[str, str], **options: Any) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps([str(directory), requests, options]),
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.rpartition("RESULT")[2])
+
+
+@pytest.mark.gpu
+def test_g4_the_first_call_of_all_is_a_capture_with_an_empty_triton_cache(directory, tmp_path):
+    requests = changing_requests(6)
+    options = {"num_kv_blocks": 100, "max_num_seqs": 8}
+    cold = run_elsewhere(directory, requests, {"TRITON_CACHE_DIR": str(tmp_path / "triton")}, **options)
+    assert any((tmp_path / "triton").iterdir())
+    assert cold["tokens"] == run_requests(directory, requests, **options)["tokens"]
+
+
+# --- G5: a race between host and device ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def racing(directory):
+    """(requests, options, tokens with overlap): 500 steps and more, whose batch and tables change."""
+    requests = changing_requests(120)
+    options = {"num_kv_blocks": 14, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+    result = run_requests(directory, requests, overlap_scheduling=True, **options)
+    assert result["stats"]["num_steps"] >= 500
+    assert result["stats"]["num_preemptions"] > 0
+    return requests, options, result["tokens"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"overlap_scheduling": False},
+        {"overlap_scheduling": True},
+        {"enforce_eager": True},
+        {"enforce_eager": True, "overlap_scheduling": False},
+        {"enable_prefix_caching": False},
+        {"num_kv_blocks": 400},
+        {"max_num_seqs": 1},
+    ],
+    ids=str,
+)
+def test_g5_overlap_graphs_and_preemption_change_no_token(directory, racing, other):
+    requests, options, expected = racing
+    assert run_requests(directory, requests, **(options | other))["tokens"] == expected
+
+
+@pytest.mark.gpu
+def test_g5_the_same_when_every_launch_waits(directory, racing):
+    requests, options, expected = racing
+    blocking = run_elsewhere(directory, requests, {"CUDA_LAUNCH_BLOCKING": "1"}, **options)
+    assert blocking["tokens"] == expected
