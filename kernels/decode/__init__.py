@@ -18,6 +18,7 @@ from kernels.decode.shared_prefix import SharedPrefixDecode
 from kernels.decode.single_pass import SinglePassDecode
 from kernels.decode.split_kv import SplitKVDecode
 from kernels.decode.split_kv_fused import SplitKVFusedDecode
+from kernels.decode.split_kv_tma import SplitKVTmaDecode
 from kernels.decode.stream_k import StreamKDecode
 from kernels.decode.torch_paged import TorchDecode
 from kernels.registry import Registry, UnknownKernelError
@@ -45,6 +46,7 @@ for _kernel in (
     SinglePassDecode(),
     SplitKVDecode(),
     SplitKVFusedDecode(),
+    SplitKVTmaDecode(),
     FixedSplitDecode(),
     StreamKDecode(),
     SharedPrefixDecode(),

@@ -42,12 +42,13 @@ class FixedSplitDecode(SplitKVDecode):
         tile: int | None = None,
         num_warps: int | None = None,
         num_stages: int | None = None,
+        prefetch: bool = False,
     ) -> None:
         """split_size: keys a split. For equal bits, the same split_size and tile shape in every call, and
         num_splits * split_size no less than the longest context."""
         if split_size < 1:
             raise ValueError(f"split_size is {split_size}, the least is 1")
-        super().launch(call, num_splits, split_size, tile, num_warps, num_stages)
+        super().launch(call, num_splits, split_size, tile, num_warps, num_stages, prefetch)
 
 
 def _num_splits(problem: DecodeProblem) -> int:

@@ -33,6 +33,16 @@ def load_queries(
 
 
 @triton.jit
+def _table_entries(table_ptr, tile_start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The blocks of the tile's keys: a scalar where the tile lies in one block, else [TILE]; 0 from `end` on."""
+    if BLOCK_SIZE % TILE == 0:
+        return tl.load(table_ptr + tile_start // BLOCK_SIZE, mask=tile_start < end, other=0)
+    else:
+        positions = tile_start + tl.arange(0, TILE)
+        return tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
 def attend_range(
     q,
     k_ptr,
@@ -53,6 +63,7 @@ def attend_range(
     DOT_DTYPE: tl.constexpr,
     row_ends=None,
     OWN_ENDS: tl.constexpr = False,
+    PREFETCH: tl.constexpr = False,
 ):
     """Attention of q [HEADS, DIM] over the keys start .. end - 1 of one sequence and KV head.
 
@@ -60,31 +71,37 @@ def attend_range(
     multiple of TILE. Returns (acc [HEADS, DIM], peak [HEADS], total [HEADS]) in fp32 with
     acc = sum of 2^(score - peak) v and total = sum of 2^(score - peak); for an empty range (0, -inf, 0).
     Keys from `end` on are neither loaded nor counted, nor are their table entries read. With OWN_ENDS query row i
-    counts only the keys before row_ends[i].
+    counts only the keys before row_ends[i]. With PREFETCH a tile's table entries are read while the tile before is
+    worked on, so that Triton's pipeliner has all its stages for keys and values.
     """
     dims = tl.arange(0, DIM)
     dim_mask = dims < HEAD_DIM
     acc = tl.zeros([HEADS, DIM], tl.float32)
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
+    if PREFETCH:
+        next_block = _table_entries(table_ptr, start, end, BLOCK_SIZE, TILE)
     for tile_start in range(start, end, TILE):
         positions = tile_start + tl.arange(0, TILE)
         valid = positions < end
-        if BLOCK_SIZE % TILE == 0:
-            # The tile lies in one block: one table entry, read as a scalar.
-            block = tl.load(table_ptr + tile_start // BLOCK_SIZE).to(tl.int64)
+        if PREFETCH:
+            block = next_block.to(tl.int64)
+            next_block = _table_entries(table_ptr, tile_start + TILE, end, BLOCK_SIZE, TILE)
         else:
-            block = tl.load(table_ptr + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+            block = _table_entries(table_ptr, tile_start, end, BLOCK_SIZE, TILE).to(tl.int64)
         offset = (positions % BLOCK_SIZE).to(tl.int64)
         k_tokens = block * stride_k_block + offset * stride_k_token
         v_tokens = block * stride_v_block + offset * stride_v_token
         # Masked loads give 0, since memory past the context may hold NaN. Both are issued before the product.
-        k = tl.load(
-            k_ptr + k_tokens[None, :] + dims[:, None], mask=valid[None, :] & dim_mask[:, None], other=0.0
-        ).to(DOT_DTYPE)
-        v = tl.load(
-            v_ptr + v_tokens[:, None] + dims[None, :], mask=valid[:, None] & dim_mask[None, :], other=0.0
-        ).to(DOT_DTYPE)
+        mask = valid[:, None] & dim_mask[None, :]
+        if PREFETCH:
+            k = tl.trans(tl.load(k_ptr + k_tokens[:, None] + dims[None, :], mask=mask, other=0.0)).to(
+                DOT_DTYPE
+            )
+        else:
+            k_mask = valid[None, :] & dim_mask[:, None]
+            k = tl.load(k_ptr + k_tokens[None, :] + dims[:, None], mask=k_mask, other=0.0).to(DOT_DTYPE)
+        v = tl.load(v_ptr + v_tokens[:, None] + dims[None, :], mask=mask, other=0.0).to(DOT_DTYPE)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
         allowed = valid[None, :]
         if OWN_ENDS:

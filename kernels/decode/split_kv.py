@@ -62,6 +62,7 @@ def _attend_split(
     TILE: tl.constexpr,
     DIRECT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """One program a (KV head and tile of its query heads, split, row), for the context from first_key on.
 
@@ -107,6 +108,7 @@ def _attend_split(
         BLOCK_SIZE,
         TILE,
         DOT_DTYPE,
+        PREFETCH=PREFETCH,
     )
     out, lse = normalised(acc, peak, total)
     heads = tl.arange(0, HEADS)
@@ -150,6 +152,7 @@ class SplitKVDecode(TritonDecodeKernel):
         tile: int | None = None,
         num_warps: int | None = None,
         num_stages: int | None = None,
+        prefetch: bool = False,
     ) -> None:
         """num_splits, tile, num_warps, num_stages: see SplitPlan; what is None is planned for a full table.
 
@@ -166,12 +169,12 @@ class SplitKVDecode(TritonDecodeKernel):
             num_splits = plan_splits(problem).num_splits
         # With split_size always the same two programs: another might round differently.
         if num_splits == 1 and not split_size:
-            attend_splits(call, None, None, shape, 1)
+            attend_splits(call, None, None, shape, 1, prefetch=prefetch)
             return
         partial, lse = partial_views(
             call.workspace, problem.batch_size, problem.num_q_heads, num_splits, problem.head_dim, like=call.q
         )
-        attend_splits(call, partial, lse, shape, num_splits, split_size)
+        attend_splits(call, partial, lse, shape, num_splits, split_size, prefetch=prefetch)
         # A constant step with split_size, since the order of the sums must not follow the batch.
         merge_splits(partial, lse, call.out, chunk=MAX_CHUNK if split_size else chunk_for(num_splits))
 
@@ -185,6 +188,7 @@ def attend_splits(
     split_size: int = 0,
     first_key: int = 0,
     first_slot: int = 0,
+    prefetch: bool = False,
 ) -> None:
     """The first stage: partial output and log-sum-exp of each split of the keys from first_key on.
 
@@ -213,6 +217,7 @@ def attend_splits(
         call.block_table.stride(0),
         *call.out.stride()[:2],
         DIRECT=partial is None,
+        PREFETCH=prefetch,
         **group_constexprs(problem, shape.tile),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

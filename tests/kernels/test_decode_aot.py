@@ -13,9 +13,11 @@ from kernels.decode.launch import group_constexprs
 from kernels.decode.planner import SHARED_PER_SM, SHARED_RESERVED, TileShape, head_rows, padded_dim
 from kernels.decode.shared_prefix import query_rows
 from kernels.decode.split_kv_fused import COUNT_BITS, NONCE, merge_constexprs
+from kernels.decode.split_kv_tma import chunk_constexprs
+from kernels.decode.split_kv_tma import shape_of as tma_shape
 from kernels.decode.stream_k import CHUNK
 from kernels.triton_support import tl
-from tests.kernels.aot import Launch, compile_launches
+from tests.kernels.aot import SHARED_LIMIT, Launch, compile_launches
 
 # The shapes that come nearest to the limits of registers and shared memory.
 HARD = ("qwen3_bf16_p16", "bf16_mqa_d256", "fp32_mqa_d256")
@@ -35,6 +37,7 @@ PROBLEMS = {
     "fp16_group7_d64": problem(torch.float16, (14, 2), 64),
     "bf16_group1_d80": problem(heads=(8, 8), head_dim=80),
     "bf16_group3_d96": problem(heads=(9, 3), head_dim=96),
+    "bf16_group8_d256": problem(heads=(16, 2), head_dim=256),
     "bf16_mqa_d256": problem(heads=(64, 1), head_dim=256),
     "fp32_d128": problem(torch.float32),
     "fp32_mqa_d128": problem(torch.float32, (64, 1)),
@@ -46,6 +49,8 @@ PROBLEMS = {
 def grouped(kernel: str, label: str, p: DecodeProblem, **constexprs: Any) -> Launch:
     """A kernel that packs the heads of a group, in the shape that the planner gives it."""
     shape = TileShape.of(p)
+    if kernel.startswith("split_kv:"):
+        constexprs = {"PREFETCH": False} | constexprs
     return Launch(
         kernel=f"kernels.decode.{kernel}",
         types=dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{ELEMENT[p.dtype]}")
@@ -115,6 +120,26 @@ def single_pass(label: str, p: DecodeProblem) -> Launch:
     )
 
 
+def split_kv_tma(label: str, p: DecodeProblem, direct: bool = False, **shape: int) -> Launch:
+    own = tma_shape(p)
+    tile, warps, stages = (
+        shape.get(field, getattr(own, field)) for field in ("tile", "num_warps", "num_stages")
+    )
+    element = ELEMENT[p.dtype]
+    return Launch(
+        kernel="kernels.decode.split_kv_tma:_attend_chunks",
+        types=dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}")
+        | dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{element}[1, {tile}, 1, {p.head_dim}]>")
+        | dict.fromkeys(("table_ptr", "context_lens_ptr"), "*i32")
+        | dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
+        | {"scale_log2": "fp32"},
+        constexprs=chunk_constexprs(p, tile) | {"DOT_DTYPE": DOT[p.dtype], "DIRECT": direct},
+        num_warps=warps,
+        num_stages=stages,
+        label=f"{label} t{tile}w{warps}s{stages}",
+    )
+
+
 def merge(label: str, p: DecodeProblem, chunk: int) -> Launch:
     return Launch(
         kernel="kernels.decode.merge:_merge_splits",
@@ -134,7 +159,20 @@ def launches() -> dict[str, list[Launch]]:
         "split_kv": [
             grouped("split_kv:_attend_split", label, p, DIRECT=False) for label, p in PROBLEMS.items()
         ]
-        + [grouped("split_kv:_attend_split", "direct", PROBLEMS["qwen3_bf16_p16"], DIRECT=True)],
+        + [grouped("split_kv:_attend_split", "direct", PROBLEMS["qwen3_bf16_p16"], DIRECT=True)]
+        + [
+            replace(  # all stages hold keys and values: two are one tile in flight
+                grouped(
+                    "split_kv:_attend_split",
+                    f"prefetch {label}",
+                    PROBLEMS[label],
+                    DIRECT=False,
+                    PREFETCH=True,
+                ),
+                num_stages=2,
+            )
+            for label in HARD
+        ],
         "split_kv_fused": [split_kv_fused(label, PROBLEMS[label]) for label in HARD]
         + [split_kv_fused("cooperative", PROBLEMS["qwen3_bf16_p16"], cooperative=True)],
         "stream_k": [
@@ -143,6 +181,14 @@ def launches() -> dict[str, list[Launch]]:
             for launch in stream_k(label, PROBLEMS[label], 256 if "p16" in label else 16)
         ],
         "shared_prefix": [shared_prefix(label, PROBLEMS[label]) for label in (*HARD, "qwen3_bf16_p64")],
+        "split_kv_tma": [
+            split_kv_tma(label, PROBLEMS[label])
+            for label in (
+                *("qwen3_bf16_p16", "qwen3_bf16_p64", "qwen3_bf16_p256"),
+                *("bf16_group8_d256", "fp16_group7_d64", "fp32_mqa_d128"),
+            )
+        ]
+        + [split_kv_tma("direct", PROBLEMS["qwen3_bf16_p16"], direct=True)],
         "single_pass": [single_pass(label, PROBLEMS[label]) for label in HARD],
         "merge": [
             merge(label, PROBLEMS[label], chunk)
@@ -158,7 +204,8 @@ MAX_SPILLED = {"shared_prefix": 16}
 
 @pytest.mark.parametrize("kernel", launches())
 def test_compiles_and_fits(kernel: str) -> None:
-    for report in compile_launches(launches()[kernel]):
+    capabilities = (90, 120) if "tma" in kernel else tuple(SHARED_LIMIT)
+    for report in compile_launches(launches()[kernel], capabilities):
         print(report)
         report.check(MAX_SPILLED.get(kernel, 0))
 

@@ -38,11 +38,12 @@ def test_merge_of_unequal_splits_is_in_base_2(device: torch.device) -> None:
     assert worst_error(case.out, expected(case)) > 1e-2
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 40])
-def test_any_number_of_splits(num_splits: int, device: torch.device) -> None:
+def test_any_number_of_splits(num_splits: int, prefetch: bool, device: torch.device) -> None:
     """320 keys in tiles of 64: 2 splits are 192 and 128 keys; from 6 on some are empty."""
     case = make_case([320, 0, 65, 1], device=device)
-    split_kv(*case.inputs, out=case.out, num_splits=num_splits, tile=64)
+    split_kv(*case.inputs, out=case.out, num_splits=num_splits, tile=64, prefetch=prefetch)
     assert worst_error(case.out, expected(case)) < 1e-5
 
 
