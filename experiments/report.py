@@ -79,18 +79,24 @@ def _draw(folder: Path, suite: Suite, frame: pd.DataFrame, record: Mapping[str, 
 
 def caption(record: Mapping[str, Any]) -> str:
     """Device, versions and commit in one line."""
-    packages, git = record["packages"], record["git"]
-    commit = (git["commit"] or "no git")[:10] + ("+changes" if git["dirty"] else "")
+    packages = record["packages"]
     driver = (record.get("gpu_before") or {}).get("driver_version")
     parts = [
         record["device_name"],
         f"torch {packages['torch']}",
         f"triton {packages['triton']}" if packages["triton"] else "no triton",
         f"driver {driver}" if driver else None,
-        f"decodelab {packages['decodelab'] or '?'} at {commit}",
+        f"decodelab {packages['decodelab'] or '?'} at {' and '.join(_commits(record, 10))}",
         str(record["started"])[:10],
     ]
     return "  |  ".join(part for part in parts if part)
+
+
+def _commits(record: Mapping[str, Any], length: int) -> list[str]:
+    """The commits whose code made the rows: the run's first, then those it was resumed with, each once."""
+    states = [record["git"], *(entry["git"] for entry in record.get("resumed", []))]
+    names = [(git["commit"] or "no git")[:length] + ("+changes" if git["dirty"] else "") for git in states]
+    return list(dict.fromkeys(names))
 
 
 def _facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
@@ -100,11 +106,10 @@ def _facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
     flops = ", ".join(
         f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings["matmul_flops_per_s"].items()
     )
-    git = record["git"]
     throttled = frame["throttled"].dropna()
     facts = {
         "command": record["command"],
-        "commit": f"{git['commit']}{' with uncommitted changes' if git['dirty'] else ''}",
+        "commit": ", then ".join(_commits(record, 40)),
         "device": record["device_name"],
         "measured ceilings": f"reading {ceilings['read_bytes_per_s'] / 1e9:,.0f} GB/s; matmul {flops or '-'}",
         "models": ", ".join(frame["model"].dropna().unique()) or "-",

@@ -77,11 +77,12 @@ def run(composed: Mapping[str, Any], cwd: Path, overrides: Sequence[str], root: 
 
 
 def _earlier(folder: RunFolder) -> dict[str, Any] | None:
-    """The provenance of the run that is continued; its ceilings and start stay."""
+    """The provenance of the run that is continued; its ceilings and start stay, and with what it goes on is added."""
     if not folder.provenance.exists():
         return None
     record: dict[str, Any] = json.loads(folder.provenance.read_text())
-    record.setdefault("resumed", []).append(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    record.setdefault("resumed", []).append({"at": now, "git": provenance.git_state()})
     return record
 
 

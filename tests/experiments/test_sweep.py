@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import experiments
+from experiments.provenance import git_state
 from experiments.records import RECORDS, read_rows
 from tests.experiments.fake_run import ROOT, command, only_folder, run
 
@@ -126,6 +127,8 @@ def test_resume_repeats_failed_points_only_when_asked(tmp_path: Path) -> None:
     run(["ok", "raise"], folder=str(folder), resume=True, retry_failed=True, **options)
     assert len(log.read_text().splitlines()) == 3
     assert len(read_rows(folder / RECORDS)) == 4
+    resumed = json.loads((folder / "provenance.json").read_text())["resumed"]
+    assert [entry["git"]["commit"] for entry in resumed] == [git_state()["commit"]] * 2
 
 
 def test_resume_refuses_another_configuration_and_an_old_folder_needs_resume(tmp_path: Path) -> None:
