@@ -80,6 +80,8 @@ def _earlier(folder: RunFolder) -> dict[str, Any] | None:
     """The provenance of the run that is continued; its ceilings and start stay, and with what it goes on is added."""
     if not folder.provenance.exists():
         return None
+    from experiments import provenance
+
     record: dict[str, Any] = json.loads(folder.provenance.read_text())
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     record.setdefault("resumed", []).append({"at": now, "git": provenance.git_state()})
