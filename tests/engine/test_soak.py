@@ -1,0 +1,57 @@
+"""The long run: memory and throughput flat, the pool whole at the end.
+
+DECODELAB_SOAK_SECONDS sets how long each of the slow ones runs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+import torch
+
+from engine import LLM
+from tests.engine.checkpoints import QWEN3
+from tests.engine.soak import check_soak, run_soak
+
+MEBIBYTE = 1 << 20
+OPTIONS = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 128, "num_kv_blocks": 25}
+
+
+def soak_seconds(default: float) -> float:
+    return float(os.environ.get("DECODELAB_SOAK_SECONDS", default))
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def soak_on_the_cpu(seconds: float, growth_bytes: int, overlap: bool) -> None:
+    with LLM(QWEN3, device="cpu", max_num_batched_tokens=256, overlap_scheduling=overlap, **OPTIONS) as llm:
+        soak = run_soak(llm, seconds, resident_bytes)
+        check_soak(llm, soak, growth_bytes=growth_bytes)
+        print(soak)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ten_seconds_of_mixed_load(overlap):
+    soak_on_the_cpu(10, 8 * MEBIBYTE, overlap)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_hour_of_mixed_load(overlap):
+    """The tiny model takes over a thousand steps a second, as many in half an hour as a real one in a day."""
+    soak_on_the_cpu(soak_seconds(1800), 16 * MEBIBYTE, overlap)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_ten_minutes_of_mixed_load_on_a_gpu():
+    with LLM(QWEN3 | {"head_dim": 64}, device="cuda", max_num_seqs=64, **OPTIONS) as llm:
+        soak = run_soak(llm, soak_seconds(600), torch.cuda.memory_allocated)
+        check_soak(llm, soak, growth_bytes=MEBIBYTE)
+        print(soak)
