@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -155,6 +156,8 @@ def resolve(config: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     device = resolve_device(config["device"])
     choose_interpreter(device)
     on_gpu = device != "cpu"
+    if config["plugins"] and str(cwd) not in sys.path:
+        sys.path.insert(0, str(cwd))  # a console script has its own folder there
     for plugin in config["plugins"]:
         importlib.import_module(plugin)
     size = _filled(config["size"], "size", "full" if on_gpu else "smoke")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,24 @@ def test_a_sweep_gets_a_folder_that_no_other_sweep_has() -> None:
 
 def test_completion_queries_pass_untouched() -> None:
     assert prepare("-sc", "query=bash", "model=./x") == ["-sc", "query=bash", "model=./x"]
+
+
+def test_hydras_completion_knows_groups_and_options() -> None:
+    for line, expected in (
+        ("decodelab +suite=lo", "+suite=long_decode"),
+        ("decodelab model=qwen3_8", "model=qwen3_8b"),
+        ("decodelab +suite=long_decode bench.bat", "bench.batch_sizes="),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "experiments.run", "-sc", "query=bash"],
+            env=os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.split() == [expected]
 
 
 def run(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
