@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +45,7 @@ class EngineConfig:
     scheduling: Literal["mixed", "prefill_first"] = "mixed"
     overlap_scheduling: bool | Literal["auto"] = "auto"
     record_token_times: bool = False
+    worker_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
@@ -71,6 +73,9 @@ class EngineConfig:
             or not 0 < utilization <= 1
         ):
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}")
+        timeout = self.worker_timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+            raise ValueError(f"worker_timeout_s must be a number of seconds above 0, got {timeout!r}")
         if isinstance(self.dtype, str):
             _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         elif self.dtype not in DTYPES.values():
@@ -83,19 +88,32 @@ class EngineConfig:
         name = self.device
         if name == "auto":
             return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(name)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}") from error
-        if device.type == "cpu":
-            return torch.device("cpu")
-        if device.type != "cuda":
-            raise ValueError(f"device must be a CPU or a CUDA device, got {name!r}")
-        count = torch.cuda.device_count()
-        index = device.index or 0
-        if index >= count:
-            raise ValueError(f"device is {name!r}, but {count} CUDA device(s) are visible")
-        return torch.device("cuda", index)
+        return _device(name)
+
+    def resolve_devices(self, count: int) -> tuple[torch.device, ...]:
+        """A device for each of `count` ranks; ValueError if they are not there.
+
+        "auto", "cuda" and "cuda:N" stand for consecutive CUDA devices, "cpu" for the CPU, which all share. A list with
+        commas names each rank's device; naming one GPU twice shares it, which is slow and meant for tests.
+        """
+        if "," in str(self.device):
+            devices = tuple(_device(name.strip()) for name in self.device.split(","))
+            if len(devices) != count:
+                raise ValueError(
+                    f"device names {len(devices)} devices for {count} ranks (tensor_parallel_size)"
+                )
+            if len({device.type for device in devices}) > 1:
+                raise ValueError(f"device must be all CUDA or all CPU, got {self.device!r}")
+            return devices
+        first = self.resolve_device()
+        if first.type == "cpu":
+            return (first,) * count
+        start, visible = first.index, torch.cuda.device_count()
+        if start + count > visible:
+            raise ValueError(
+                f"tensor_parallel_size needs {count} CUDA devices from {first} on, but {visible} are visible"
+            )
+        return tuple(torch.device("cuda", start + i) for i in range(count))
 
     def resolve_overlap(self, device: torch.device) -> bool:
         """Whether the host works on one step while the device runs the next."""
@@ -117,6 +135,23 @@ class EngineConfig:
                 f"{max_position_embeddings}"
             )
         return self.max_model_len
+
+
+def _device(name: Any) -> torch.device:
+    """The CPU or the CUDA device of that name; ValueError if it is not there."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CPU or a CUDA device, got {name!r}")
+    count = torch.cuda.device_count()
+    index = device.index or 0
+    if index >= count:
+        raise ValueError(f"device is {name!r}, but {count} CUDA device(s) are visible")
+    return torch.device("cuda", index)
 
 
 def _check_count(name: str, value: object) -> None:

@@ -13,11 +13,10 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.execution.model_runner import ModelRunner
+from engine.execution.runner import open_runner
 from engine.models.checkpoint import resolve_model
 from engine.models.decoder import Decoder
 from engine.outputs import RequestOutput
-from engine.parallel.group import ParallelGroup
 from engine.sampling_params import SamplingParams
 from engine.scheduling.request import Request
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +35,9 @@ class LLM:
     dtype: "auto" (the checkpoint's), "float32", "float16", "bfloat16", or the torch.dtype.
     load_format: "auto" reads the weights, "dummy" draws random ones of the right shapes from `seed`.
     seed: of dummy weights and of the random streams of requests that bring none.
-    tensor_parallel_size: ranks; 1 so far.
+    tensor_parallel_size: ranks, 1 to 8. More than one are processes that this one starts, on consecutive CUDA devices
+        (NCCL) or sharing the CPU (gloo); under torchrun they are the processes that it has started, all of which must
+        make the same engine and the same calls. device "cuda:0,cuda:0" makes two ranks share a GPU, for tests.
     enforce_eager: never use CUDA graphs.
     use_triton: Triton or torch for norms, activation, RoPE and KV writes; "auto": Triton on a CUDA device.
     decode_attention, prefill_attention: names in kernels.decode and kernels.prefill; "auto": the device's fastest.
@@ -49,6 +50,8 @@ class LLM:
     skip_tokenizer_init: token ids in, token ids out; text stays empty.
     overlap_scheduling: schedule and collect on the host while the device runs the next step; "auto": on a CUDA device.
     record_token_times: keep the time of every token in RequestOutput.metrics.token_times.
+    worker_timeout_s: with ranks as processes, seconds that a step may take before they count as hung and are ended. A
+        rank that dies is noticed at once, one that gives no sign of life within 30 s.
 
     Raises ValueError, naming the field, the value and the limit. A context manager; close() frees the memory.
     """
@@ -79,6 +82,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         overlap_scheduling: bool | Literal["auto"] = "auto",
         record_token_times: bool = False,
+        worker_timeout_s: float = 300.0,
     ) -> None:
         self.config = EngineConfig(
             device=device,
@@ -101,30 +105,27 @@ class LLM:
             scheduling=scheduling,
             overlap_scheduling=overlap_scheduling,
             record_token_times=record_token_times,
+            worker_timeout_s=worker_timeout_s,
         )
         if not isinstance(skip_tokenizer_init, bool):
             raise ValueError(f"skip_tokenizer_init must be True or False, got {skip_tokenizer_init!r}")
-        if tensor_parallel_size > 1:
-            raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}; only 1 is supported so far")
-        torch_device = self.config.resolve_device()
         source = resolve_model(model, load_format)
-        self.runner = ModelRunner(self.config, source, device=torch_device, group=ParallelGroup.single())
-        num_kv_blocks = self.runner.num_blocks_that_fit()
-        self.runner.allocate_kv_cache(num_kv_blocks)
+        loaded_tokenizer = None if skip_tokenizer_init else load_tokenizer(tokenizer, source)
+        self.runner = open_runner(self.config, source)
         self.engine = EngineCore(
             self.config,
             self.runner,
-            num_kv_blocks=num_kv_blocks,
+            num_kv_blocks=self.runner.num_kv_blocks,
             vocab_size=source.config.vocab_size,
             max_model_len=self.runner.max_model_len,
             eos_token_ids=source.eos_token_ids,
-            overlap=self.config.resolve_overlap(torch_device),
-            tokenizer=None if skip_tokenizer_init else load_tokenizer(tokenizer, source),
+            overlap=self.config.resolve_overlap(self.runner.device),
+            tokenizer=loaded_tokenizer,
         )
 
     @property
     def model(self) -> Decoder:
-        """The network, for hooks and inspection."""
+        """The network, for hooks and inspection; RuntimeError where ranks of their own hold its parts."""
         return self.runner.model
 
     @property
@@ -272,12 +273,9 @@ class LLM:
 
     def close(self) -> None:
         """Drop weights and KV. The engine cannot be used afterwards; calling it again does nothing."""
-        if not hasattr(self, "runner"):
-            return
-        on_cuda = self.runner.device.type == "cuda"
-        del self.runner, self.engine
-        if on_cuda:
-            torch.cuda.empty_cache()
+        if hasattr(self, "runner"):
+            self.runner.close()
+            del self.runner, self.engine
 
     def __enter__(self) -> LLM:
         return self

@@ -11,6 +11,9 @@ from engine.execution.upload import upload
 from engine.scheduling.step import SlotSetting, StepInput
 from kernels.random_stream import uniform
 
+MAX_CANDIDATES = 256
+"""Beyond this top_k, ranks gather all logits."""
+
 
 @dataclass(frozen=True)
 class SamplingKind:
@@ -19,6 +22,8 @@ class SamplingKind:
     any_drawn: bool = False
     any_top_k: bool = False
     any_top_p: bool = False
+    num_candidates: int = 0
+    """With several ranks: so many of the likeliest ids of each decide every row. 0: some row needs all logits."""
 
 
 class BatchState:
@@ -29,12 +34,15 @@ class BatchState:
     temperature, top_p [slots] float64, top_k, seed [slots] int64.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, vocab_size: int, device: torch.device, *, num_ranks: int = 1
+    ) -> None:
         def column(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(max_num_seqs + 1, dtype=dtype, device=device)
 
         self.device = device
         self.vocab_size = vocab_size
+        self.num_ranks = num_ranks
         self.padding_slot = max_num_seqs
         self.num_computed = column(torch.int64)
         self.num_computed[self.padding_slot] = -1
@@ -76,12 +84,25 @@ class BatchState:
 
     def sampling_kind(self, slots: tuple[int, ...]) -> SamplingKind:
         """What the sampling of these slots needs, from the settings on the host."""
-        drawn = [s for slot in slots if (s := self._settings[slot]) is not None and s.temperature > 0]
+        settings = [s for slot in slots if (s := self._settings[slot]) is not None]
+        drawn = [s for s in settings if s.temperature > 0]
         return SamplingKind(
             any_drawn=bool(drawn),
             any_top_k=any(0 < setting.top_k < self.vocab_size for setting in drawn),
             any_top_p=any(setting.top_p < 1 for setting in drawn),
+            num_candidates=self._num_candidates(settings) if self.num_ranks > 1 else 0,
         )
+
+    def _num_candidates(self, settings: list[SlotSetting]) -> int:
+        """A power of two, so that there are few kinds; 0 if all logits are needed, or so many that it is cheaper."""
+        needed = 1
+        for setting in settings:
+            whole = setting.temperature > 0 and not 0 < setting.top_k < self.vocab_size
+            if whole or setting.num_logprobs is not None:
+                return 0
+            if setting.temperature > 0:
+                needed = max(needed, setting.top_k)
+        return 1 << (needed - 1).bit_length() if needed <= MAX_CANDIDATES else 0
 
     def num_logprobs(self, slots: tuple[int, ...]) -> list[tuple[int, int]]:
         """(row, how many) of the rows that ask for log-probabilities."""

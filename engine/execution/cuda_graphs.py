@@ -73,6 +73,7 @@ class DecodeGraphs:
         current.wait_stream(side)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        # thread_local: a rank's other thread, and NCCL's, may wait for events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             token_ids, logits = self._run(slots, kind)
         return _Graph(graph, slots, token_ids, logits)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig
 from engine.execution import kv_cache
-from engine.execution.batch_state import BatchState, SamplingKind
+from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKind
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.input_batch import AttentionShape, ChunkRows, DecodeRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
 from engine.execution.sampler import PendingTokens, choose_tokens
+from engine.execution.sharded_sampling import greedy_tokens, likeliest_logits
 from engine.models.checkpoint import ModelSource
 from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
@@ -27,6 +32,7 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.device = device
+        self.group = group
         self.model_config = source.config
         self.max_model_len = config.resolve_max_model_len(source.config.max_position_embeddings)
         self.kernels = choose_kernels(config, device)
@@ -41,6 +47,7 @@ class ModelRunner:
             device=device,
         )
         self._check_kernels()
+        started = time.perf_counter()
         self.model = load_model(
             source,
             load_format=config.load_format,
@@ -50,16 +57,45 @@ class ModelRunner:
             kernels=self.kernels,
             seed=config.seed,
         )
+        self.load_s = time.perf_counter() - started
         self.kv_cache = self._new_kv_cache(0)
         max_blocks = -(-self.max_model_len // config.block_size)
-        self.state = BatchState(config.max_num_seqs, max_blocks, source.config.vocab_size, device)
+        self.state = BatchState(
+            config.max_num_seqs, max_blocks, source.config.vocab_size, device, num_ranks=group.size
+        )
         self.graphs: DecodeGraphs | None = None
 
     @property
     def uses_cuda_graphs(self) -> bool:
         """On a CUDA device, unless enforce_eager is set or something in a step has to wait for the device."""
         capturable = self.kernels.use_triton and self.kernels.decode.capturable
+        capturable = capturable and self.group.is_capturable
         return self.device.type == "cuda" and capturable and not self.config.enforce_eager
+
+    def prepare(self) -> None:
+        """Take as many KV blocks as the rank with the least room can hold; steps can be launched from now on."""
+        self.allocate_kv_cache(self.group.smallest(self.num_blocks_that_fit(), self.device))
+
+    def report(self) -> dict[str, Any]:
+        """What this rank runs, and what it has taken: seconds to load, and the most bytes held on host and device."""
+        on_cuda = self.device.type == "cuda"
+        return {
+            "num_kv_blocks": self.num_kv_blocks,
+            "decode_attention": self.kernels.decode.name,
+            "prefill_attention": self.kernels.prefill.name,
+            "use_triton": self.kernels.use_triton,
+            "uses_cuda_graphs": self.uses_cuda_graphs,
+            "load_s": self.load_s,
+            "host_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "device_peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else None,
+        }
+
+    def close(self) -> None:
+        """Drop weights and KV."""
+        self.graphs = None
+        del self.model, self.kv_cache, self.state
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # --- KV cache -------------------------------------------------------------------------------------------
 
@@ -91,8 +127,12 @@ class ModelRunner:
             )
         return num_blocks
 
+    @property
+    def num_kv_blocks(self) -> int:
+        return self.kv_cache.shape[2]
+
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Give the runner its KV cache; steps can be launched from now on."""
+        """Give the runner a KV cache."""
         self.kv_cache = self._new_kv_cache(num_blocks)
         self.graphs = self._new_graphs() if self.uses_cuda_graphs else None
 
@@ -141,7 +181,8 @@ class ModelRunner:
         for slot in range(num_seqs):
             num_tokens = min(length, budget // num_seqs + (slot < budget % num_seqs))
             num_blocks = -(-num_tokens // self.shape.block_size)
-            settings.append(SlotSetting(slot, 1.0, 50, 0.9, 0, None))
+            # The top-k of which ranks cannot decide from a few candidates: they gather all logits.
+            settings.append(SlotSetting(slot, 1.0, MAX_CANDIDATES + 1, 0.9, 0, None))
             new_blocks.append(NewBlocks(slot, 0, tuple(range(next_block, next_block + num_blocks))))
             chunks.append(Chunk(slot, 0, (0,) * num_tokens, True))
             next_block += num_blocks
@@ -217,11 +258,27 @@ class ModelRunner:
     def _sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, kind: SamplingKind
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token_ids [rows], logits [rows, vocab_size]); each token becomes its slot's newest."""
-        logits = self.model.compute_logits(hidden)
-        token_ids = choose_tokens(logits, self.state, slots, kind, use_triton=self.kernels.use_triton)
+        """(token_ids [rows], logits [rows, ids]); each token becomes its slot's newest.
+
+        The logits are those of all ids if kind.num_candidates is 0; else they are only good for this choice.
+        """
+        head, use_triton = self.model.lm_head, self.kernels.use_triton
+        if kind.num_candidates and not kind.any_drawn:
+            logits = head.local_logits(hidden)
+            token_ids = greedy_tokens(logits, head, use_triton=use_triton)
+        else:
+            if kind.num_candidates:
+                logits = likeliest_logits(head.local_logits(hidden), head, kind.num_candidates)
+            else:
+                logits = self.model.compute_logits(hidden)
+            token_ids = choose_tokens(logits, self.state, slots, kind, use_triton=use_triton)
+            token_ids = self.group.broadcast(token_ids)
         self.state.newest[slots] = token_ids.clamp(min=0)
         return token_ids, logits
+
+    def forced_logits_on_host(self, *arguments: Any, **options: Any) -> np.ndarray:
+        """forced_logits, in a form that another process can take."""
+        return self.forced_logits(*arguments, **options).cpu().numpy()
 
     @torch.inference_mode()
     def forced_logits(

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+# Renamed in torch 2.13.
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed. Most often that is another rank's fault: it has ended, or never came."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +39,18 @@ class ParallelGroup:
         """A group of one, whose collectives do nothing."""
         return cls(rank=0, size=1)
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold the collectives: gloo's run on the host, so the host waits for the device."""
+        return self.size == 1 or dist.get_backend(self._peers()) == "nccl"
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place and returned. Every rank gets the same bits, also in 16-bit formats."""
+        """The sum over ranks, in place and returned.
+
+        Every rank gets the same bits, also in 16-bit formats: each element is summed in one place and then copied.
+        """
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._peers())
+            _call(dist.all_reduce, tensor, group=self._peers())
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -40,10 +58,31 @@ class ParallelGroup:
         if self.size == 1:
             return tensor
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), group=self._peers())
+        _call(_ALL_GATHER, gathered.flatten(0, 1), tensor.contiguous(), group=self._peers())
         return torch.cat(gathered.unbind(0), dim=dim)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values on every rank, in place and returned."""
+        if self.size > 1:
+            _call(dist.broadcast, tensor, group=self._peers(), group_src=0)
+        return tensor
+
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values. device: where this rank communicates."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=device)
+        _call(dist.all_reduce, tensor, op=dist.ReduceOp.MIN, group=self._peers())
+        return int(tensor.item())
 
     def _peers(self) -> dist.ProcessGroup:
         if self.process_group is None:
             raise RuntimeError(f"rank {self.rank} of {self.size} has no process group to communicate over")
         return self.process_group
+
+
+def _call(collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    try:
+        collective(*arguments, **options)
+    except RuntimeError as error:
+        raise CollectiveError(f"{collective.__name__}: {error}") from error
