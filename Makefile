@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python -m experiments.run +suite=long_decode
 
+# Two processes with one thread each: the models of the tests are too small to share among threads.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff format --check .
