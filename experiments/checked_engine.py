@@ -46,18 +46,18 @@ def checked_engine(
     *,
     batch_size: int,
     longest: int,
-    interpret: bool = True,
+    too_large: str | None = None,
     **options: Any,
 ) -> Iterator[CheckedEngine]:
     """Open the engine for batch_size sequences of `longest` tokens and compare its greedy tokens with the reference's.
 
-    interpret: check also a kernel that runs in Triton's interpreter. Raises IncorrectError for other tokens,
-    NotTimedError for an interpreted kernel that was correct or is not to be tried, UnsupportedError for sequences that
-    the model has no positions for.
+    too_large: why a kernel that runs in Triton's interpreter is not to be tried, if so. Raises IncorrectError for
+    other tokens, NotTimedError for an interpreted kernel that was correct or is not to be tried, UnsupportedError for
+    sequences that the model has no positions for.
     """
     interpreted = decode_is_interpreted(setup, context.device)
-    if interpreted and not interpret:
-        raise NotTimedError("not run in Triton's interpreter: too large")
+    if interpreted and too_large is not None:
+        raise NotTimedError(f"not run in Triton's interpreter: {too_large}")
     lengths, tokens = (CHECK_LENGTHS[:2], 3) if interpreted else (CHECK_LENGTHS, CHECK_TOKENS)
     longest = max(longest, max(lengths) + tokens + 1)
     limit = setup.model_config.max_position_embeddings

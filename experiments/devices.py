@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,27 @@ def choose_interpreter(device: str) -> None:
     """On a CPU Triton's kernels run in its interpreter. Must come before anything imports triton."""
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many threads, here and in processes started meanwhile; None changes nothing."""
+    import torch
+
+    if count is None:
+        yield
+        return
+    before, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(count)
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if variable is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = variable
 
 
 def device_name(device: torch.device) -> str:

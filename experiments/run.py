@@ -16,6 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments import arguments, session
 
+# What a request that makes no sense raises.
+REFUSALS = (HydraException, OmegaConfBaseException, ValueError, OSError, ImportError)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the arguments ask for; the exit code: 0, 1 if a point failed, 2 for a senseless request."""
@@ -33,15 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     full_errors = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [sys.argv[0], *prepared]
-    error: Exception | None = None
     try:
         job()
     except KeyboardInterrupt:
         codes.append(session.INTERRUPTED)
-    except (HydraException, OmegaConfBaseException, ValueError, OSError, ImportError) as exception:
-        if full_errors == "1":
+    except Exception as exception:
+        # In a sweep whatever went wrong, a run that was killed, say, leaves the others' rows to be merged.
+        if full_errors == "1" or not (isinstance(exception, REFUSALS) or arguments.is_multirun(prepared)):
             raise
-        error = exception
+        codes.append(session.BAD_REQUEST if isinstance(exception, REFUSALS) else session.FAILED)
         print(f"error: {explain(exception)}\n(HYDRA_FULL_ERROR=1 shows where)", file=sys.stderr)
     finally:
         if full_errors is None:
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from experiments import multirun
 
         codes.append(multirun.merge(arguments.sweep_folder(prepared)))
-    return max(codes + ([session.BAD_REQUEST] if error is not None else []), default=session.OK)
+    return max(codes, default=session.OK)
 
 
 def run_job(config: DictConfig) -> int:
@@ -70,6 +73,8 @@ def run_job(config: DictConfig) -> int:
 def explain(exception: BaseException) -> str:
     """The message, and that of what caused it where it says more."""
     text = str(exception).strip()
+    if not isinstance(exception, REFUSALS):
+        text = f"{type(exception).__name__}: {text}"
     cause = exception.__cause__
     if isinstance(cause, OmegaConfBaseException) and str(cause) not in text:
         text += f"\n{str(cause).strip()}"

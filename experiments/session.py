@@ -32,7 +32,7 @@ def run(composed: Mapping[str, Any], cwd: Path, overrides: Sequence[str], root: 
     import torch
 
     from experiments import provenance, report, suites
-    from experiments.devices import device_name
+    from experiments.devices import cpu_threads, device_name
     from experiments.sweep import run_sweep
 
     _quiet()
@@ -42,7 +42,8 @@ def run(composed: Mapping[str, Any], cwd: Path, overrides: Sequence[str], root: 
         raise ValueError(f"suite {suite.name} has no points with these options")
     device = torch.device(settings.device)
     name = device_name(device)
-    with RunFolder.open(settings.run, suite.name, config) as folder:
+    threads = settings.size.threads if device.type == "cpu" else None
+    with cpu_threads(threads), RunFolder.open(settings.run, suite.name, config) as folder:
         record = _earlier(folder)
         if record is None:
             record = provenance.capture(

@@ -60,15 +60,20 @@ class Variant:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: rounds over the variants, samples in each, and the seconds a point may take."""
+    """How much is measured: rounds over the variants, samples in each, and the seconds a point may take.
+
+    threads: of torch on a CPU; None leaves the number to torch.
+    """
 
     name: str
     rounds: int
     samples: int
     timeout_s: float
+    threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "samples"):
+        counts = ("rounds", "samples") if self.threads is None else ("rounds", "samples", "threads")
+        for name in counts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"size.{name} must be an integer >= 1, got {value!r}")

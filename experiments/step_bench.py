@@ -66,9 +66,14 @@ def measure_step(point: Point, context: PointContext, *, max_interpreted_tokens:
     budget = settings.engine["max_num_batched_tokens"]
     slack = slack_for(batch_size * prompt_len, batch_size, budget)
     longest = prompt_len + WARM_UP_STEPS + total + slack
-    interpret = batch_size * context_len <= max_interpreted_tokens
+    too_large = None
+    if batch_size * context_len > max_interpreted_tokens:
+        too_large = (
+            f"{batch_size * context_len} tokens of context exceed bench.max_interpreted_tokens = "
+            f"{max_interpreted_tokens}"
+        )
     with checked_engine(
-        setup, point, context, batch_size=batch_size, longest=longest, interpret=interpret
+        setup, point, context, batch_size=batch_size, longest=longest, too_large=too_large
     ) as engine:
         prompts = setup.prompts([prompt_len] * batch_size, context.seed(point) + 1)
         run = time_decode_steps(engine.llm, prompts, total, WARM_UP_STEPS)

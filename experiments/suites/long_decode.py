@@ -27,18 +27,14 @@ class LongDecodeOptions:
     levels: Any
     engine_batch_sizes: Any
     engine_context_lens: Any
+    engine_tensor_parallel: Any
     engine_steps: int
     cache_states: Any
     max_interpreted_tokens: int
 
     def __post_init__(self) -> None:
-        for name in (
-            "batch_sizes",
-            "context_lens",
-            "tensor_parallel",
-            "engine_batch_sizes",
-            "engine_context_lens",
-        ):
+        axes = ("batch_sizes", "context_lens", "tensor_parallel")
+        for name in (*axes, *(f"engine_{axis}" for axis in axes)):
             object.__setattr__(self, name, options.positives(name, getattr(self, name)))
         object.__setattr__(self, "levels", options.choices("levels", self.levels, options.LEVELS))
         states = options.choices("cache_states", self.cache_states, options.CACHE_STATES)
@@ -61,7 +57,7 @@ class LongDecode(Suite):
             axes = (chosen.tensor_parallel, chosen.batch_sizes, chosen.context_lens)
             points += [self._kernel_point(settings, *axis) for axis in itertools.product(*axes)]
         if "step" in chosen.levels:
-            axes = (chosen.tensor_parallel, chosen.engine_batch_sizes, chosen.engine_context_lens)
+            axes = (chosen.engine_tensor_parallel, chosen.engine_batch_sizes, chosen.engine_context_lens)
             for axis in itertools.product(*axes):
                 points += [
                     self._step_point(settings, variant, chosen, *axis) for variant in settings.variants

@@ -56,7 +56,7 @@ def test_steps_run_isolated_and_are_checked(tmp_path: Path) -> None:
         tmp_path,
         "long_decode",
         "bench.levels=step",
-        "bench.tensor_parallel=[1,64]",
+        "bench.engine_tensor_parallel=[1,8]",
         "bench.engine_batch_sizes=[2]",
         "bench.engine_context_lens=[1024]",
         "attention=[single_pass,split_kv]",
@@ -67,7 +67,7 @@ def test_steps_run_isolated_and_are_checked(tmp_path: Path) -> None:
     assert set(one["status"]) == {"ok"}
     assert (one["tokens_checked"] > 0).all()
     assert (one["peak_memory_bytes"] > 1e9).all()
-    many = df[df["tp"] == 64]
+    many = df[df["tp"] == 8]
     assert set(many["status"]) == {"unsupported"}
 
 

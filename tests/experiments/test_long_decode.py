@@ -22,6 +22,7 @@ SMALL = (
     "bench.batch_sizes=[2]",
     "bench.context_lens=[32,64]",
     "bench.tensor_parallel=[1,2]",
+    "bench.engine_tensor_parallel=[1]",
     "bench.engine_batch_sizes=[1,3]",
     "bench.engine_context_lens=[64]",
     "bench.engine_steps=2",

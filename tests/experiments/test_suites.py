@@ -21,9 +21,15 @@ ALLOWED = {"ok", "not_timed", "unsupported"}
 
 # Less of the same, where a suite's smoke size takes more than a few seconds.
 FEWER = {
-    "decode_kernel": ["bench.heads=[8,2]"],
-    "elementwise_kernel": ["bench.num_tokens=[1,16]"],
-    "long_decode": ["bench.batch_sizes=[1]", "bench.engine_batch_sizes=[1]", "bench.context_lens=[128,512]"],
+    "attribution": ["bench.context_lens=[128]"],
+    "decode_kernel": ["bench.heads=[8,2]", "bench.batch_sizes=[1]"],
+    "elementwise_kernel": ["bench.num_tokens=[1]"],
+    "long_decode": [
+        "bench.batch_sizes=[1]",
+        "bench.context_lens=[128]",
+        "bench.engine_context_lens=[128]",
+        "attention=torch",
+    ],
     "serving": ["bench.request_rates=[80]"],
     "correctness": ["bench.num_prompts=2", "bench.output_len=4", "attention=[torch,split_kv]"],
 }
