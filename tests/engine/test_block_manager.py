@@ -254,3 +254,58 @@ def test_invariant_check_sees_damage():
     request.block_table[0] = 3  # not the block that was published and counted
     with pytest.raises(AssertionError, match="free"):
         blocks.check_invariants()
+
+
+def test_p4_a_duplicates_table_names_only_its_own_blocks_while_others_take_what_is_free():
+    """Nothing is merged: a copy of a published block stays its request's own until the request ends."""
+    prompt = list(range(12))
+    params = SamplingParams(temperature=0.0, max_tokens=14)
+    core = make_engine(block_size=4, num_kv_blocks=24)
+    ids = [core.add_request(prompt, params) for _ in range(3)]
+    core.step()
+    tables = [set(request.block_table) for request in core.scheduler.running]
+    assert len(set.union(*tables)) == 9
+    core.abort(ids[1])
+    late = core.add_request([40] * 20, params)  # takes the freed copies
+    outputs = run(core)  # checks after each step that no block is both free and in a live table
+    expected = alone(prompt, params, block_size=4).token_ids
+    assert [outputs[ids[i]].token_ids for i in (0, 2)] == [expected] * 2
+    assert outputs[late].token_ids == alone([40] * 20, params, block_size=4).token_ids
+
+
+def test_p6_a_preempted_sequence_is_charged_for_what_it_lost():
+    """14 tokens with three cached blocks left: exactly positions 12 and 13 run again."""
+    core = make_engine(block_size=4, num_kv_blocks=20, max_num_batched_tokens=14)
+    core.add_request(list(range(10)), SamplingParams(temperature=0.0, max_tokens=8), "r")
+    for _ in range(4):
+        core.step()
+    assert [request.num_tokens for request in core.scheduler.running] == [14]
+    core.scheduler.restart_running()
+    core.step()
+    [chunk] = core.executor.steps[-1].chunks
+    assert (chunk.start, len(chunk.token_ids)) == (12, 2)
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    assert run(core)["r"].token_ids == alone(list(range(10)), params, block_size=4).token_ids
+
+
+@pytest.mark.parametrize("held", ["running", "free", "shared"])
+def test_withdrawn_blocks_answer_no_more_and_stay_with_who_holds_them(held):
+    blocks = BlockManager(12, 4)
+    request = make_request(12)
+    admit(blocks, request)
+    compute(blocks, request)
+    other = make_request(14, request_id="other")
+    if held == "shared":
+        assert admit(blocks, other) == 12
+    if held != "running":
+        blocks.free(request)
+    blocks.withdraw(request)
+    blocks.check_invariants()
+    assert not blocks.find_prefix(make_request(9))
+    assert len(other.block_table) == (4 if held == "shared" else 0)
+    blocks.free(request)
+    blocks.free(other)
+    blocks.check_invariants()
+    assert blocks.num_free_blocks == 12
+    assert admit_compute_free(blocks, make_request(12)) == 0
+    assert admit(blocks, make_request(12)) == 8
