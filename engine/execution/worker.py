@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.models.checkpoint import ModelSource
 
-_LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
+_OTHERS = ("<", *{path for name, path in sysconfig.get_paths().items() if "lib" in name})
+"""How the files of libraries, and what is no file, begin."""
 
 PackedTokens = tuple[list[int | None], dict[int, dict[int, float]]]
 """The token of each row, and the log-probabilities of the rows that asked for them."""
@@ -184,7 +185,7 @@ def _answer_pings(liveness: Channel, main_thread: int) -> None:
 def _position(thread: int) -> Position:
     """The thread's innermost frame outside the libraries: "file:line in function"."""
     stack = traceback.extract_stack(sys._current_frames().get(thread))
-    entry = next((e for e in reversed(stack) if not e.filename.startswith(_LIBRARIES)), stack[-1])
+    entry = next((e for e in reversed(stack) if not e.filename.startswith(_OTHERS)), stack[-1])
     in_collective = any(e.filename.endswith("parallel/group.py") for e in stack)
     return Position(f"{os.path.basename(entry.filename)}:{entry.lineno} in {entry.name}", in_collective)
 

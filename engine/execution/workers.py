@@ -36,7 +36,7 @@ PING_INTERVAL_S = 1.0
 """How long an answer may take before the ranks are asked whether they live."""
 
 SILENCE_S = 30.0
-"""A rank that leaves a ping unanswered for this long (or for worker_timeout_s, if shorter) hangs."""
+"""A rank that leaves a ping unanswered for this long hangs, however long the work may take."""
 
 BLAME_S = 1.0
 """How long after a failed collective the other ranks have to show that one of them was the cause."""
@@ -299,18 +299,23 @@ class Workers:
 
     def _check_life(self, now: float) -> None:
         """Ask every rank where it is, and raise WorkerError for one that has left the last question unanswered."""
-        limit_s = min(SILENCE_S, self.config.worker_timeout_s)
         for process in self.ranks:
             process.ping()
-            if process.asked_at is not None and now - process.asked_at > limit_s:
-                raise WorkerError(
-                    process.rank,
-                    f"(pid {process.pid}) hangs: no sign of life for {limit_s:g} s; it was at "
-                    f"{process.position.text}",
-                )
+            self._refuse_silence(process, now, SILENCE_S)
+
+    def _refuse_silence(self, process: RankProcess, now: float, limit_s: float) -> None:
+        silence_s = 0.0 if process.asked_at is None else now - process.asked_at
+        if silence_s > limit_s:
+            raise WorkerError(
+                process.rank,
+                f"(pid {process.pid}) hangs: no sign of life for {silence_s:.0f} s; it was at "
+                f"{process.position.text}",
+            )
 
     def _overdue(self, pending: PendingAnswer) -> WorkerError:
-        """The ranks live, but a command takes too long: the fault of one that is not waiting for the others."""
+        """The error of a command that takes too long: the fault of a rank that is not waiting for the others."""
+        for process in self.ranks:
+            self._refuse_silence(process, time.monotonic(), PING_INTERVAL_S)
         late = [process for process in self.ranks if process.rank not in pending.values]
         busy = [process for process in late if not process.position.in_collective]
         places = "; ".join(f"rank {process.rank} is at {process.position.text}" for process in self.ranks)
