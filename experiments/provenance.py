@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -116,7 +117,14 @@ def versions() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
+    found["decodelab"] = found["decodelab"] or _checkout_version()
     return found
+
+
+def _checkout_version() -> str | None:
+    """The version in pyproject.toml, for a checkout that is used without being installed."""
+    path = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    return tomllib.loads(path.read_text())["project"]["version"] if path.exists() else None
 
 
 def usable_cpus() -> int:

@@ -69,9 +69,13 @@ def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float], see
 
 
 def differs(ratio: Interval, num_pairs: int, margin: float = EQUIVALENCE) -> bool:
-    """Whether a paired ratio shows a difference: its interval leaves 1, and more than the equivalence margin."""
-    if num_pairs < MIN_PAIRS or math.isnan(ratio.low):
-        return False
+    """Whether a paired ratio shows a difference: its interval leaves 1 by more than the equivalence margin, and there
+    are pairs enough for that to mean something."""
+    return num_pairs >= MIN_PAIRS and leaves_one(ratio, margin)
+
+
+def leaves_one(ratio: Interval, margin: float = EQUIVALENCE) -> bool:
+    """Whether a ratio's interval lies on one side of 1, by more than the margin."""
     return ratio.low > 1 + margin or ratio.high < 1 / (1 + margin)
 
 

@@ -200,6 +200,25 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
             run(["ok"], root=tmp_path, folder=str(folder), resume=True)
 
 
+def test_resume_begins_a_run_that_never_came_to_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "never"
+    assert run(["ok"], root=tmp_path, folder=str(folder), resume=True) == 0
+    assert len(read_rows(folder / RECORDS)) == 3
+
+
+def test_sigint_ends_the_command_with_a_report_and_no_child(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    typed = command(["ok", "hang"], root=tmp_path, bench=f", log: '{log}'", more=["run.isolate=true"])
+    child = subprocess.Popen(typed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=60) == 130
+    (report,) = tmp_path.rglob("report.md")
+    assert len(read_rows(report.parent / RECORDS)) == 3
+    hanging = log.read_text().splitlines()[1].split()[1]
+    assert not Path(f"/proc/{hanging}").exists()
+
+
 def test_ctrl_c_leaves_a_valid_folder(tmp_path: Path) -> None:
     assert run(["ok", "interrupt", "ok"], root=tmp_path, plots=True) == 130
     folder = only_folder(tmp_path)
