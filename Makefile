@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test coverage lint format clean
+.PHONY: setup demo test test-ray coverage lint format clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,13 @@ test: setup
 # The same tests, a third slower, and the lines of the three packages that they ran.
 coverage: setup
 	$(BIN)/python -m pytest --cov=kernels --cov=engine --cov=experiments --cov-report=term:skip-covered
+
+# Ray's launcher (80 MB) asks for an older cloudpickle and for cloud libraries that no run on one machine needs: it is
+# put beside .venv's packages, without what it asks for, and only for the tests that it is for.
+test-ray: setup
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/ray \
+		ray==2.60.0 hydra-ray-launcher==1.2.2 msgpack==1.2.4 protobuf==7.36.2
+	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/experiments/test_multirun.py
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -34,7 +34,7 @@ def merge(folder: Path) -> int:
     unfinished = [run for run in runs if not _ended(run)]
     parts = [
         f"# {len(runs)} runs",
-        "\n".join(f"- {run.name}{' (did not end)' if run in unfinished else ''}" for run in runs),
+        "\n".join(f"- {run.relative_to(folder)}{' (did not end)' * (run in unfinished)}" for run in runs),
     ]
     for name, table in summaries.items():
         parts.append(f"## {name}\n\n{tables.to_markdown(_shown(table, apart))}")

@@ -60,7 +60,9 @@ def run_job(config: DictConfig) -> int:
     """One job of Hydra: in this process, or in one that a launcher started."""
     hydra_config = HydraConfig.get()
     cwd = Path(hydra_config.runtime.cwd)
-    root = cwd / hydra_config.sweep.dir if hydra_config.mode == RunMode.MULTIRUN else None
+    root = None
+    if hydra_config.mode == RunMode.MULTIRUN:
+        root = cwd / hydra_config.sweep.dir / f"{hydra_config.job.num:04d}"  # in the order of the sweep
     composed = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(composed, dict)
     overrides = [str(override) for override in hydra_config.overrides.task]

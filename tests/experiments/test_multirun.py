@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
 
 import experiments
-from experiments.records import RECORDS
+from experiments.arguments import CONF, group_options
+from experiments.columns import make_row
+from experiments.multirun import load_runs, merge
+from experiments.records import RECORDS, RecordWriter
 from tests.experiments.fake_run import ROOT, command
 
 LAUNCHERS = {
@@ -74,6 +81,81 @@ def test_runs_of_several_launchers_load_as_one_table(swept: Callable[[str], Swee
     # The same points, whoever ran them.
     assert df["point_id"].nunique() == 4
     assert df.groupby("point_id")["time_us"].nunique().tolist() == [3] * 4
+
+
+def test_every_launcher_gives_the_same_table(swept: Callable[[str], Sweep]) -> None:
+    names = [name for name in LAUNCHERS if installed(LAUNCHERS[name])]
+    assert {"basic", "joblib", "submitit_local"} <= set(names)  # what `make test` installs
+    found = {name: next(swept(name)[0].glob("multirun/*/table.csv")).read_text() for name in names}
+    assert found == dict.fromkeys(names, found["basic"])
+    assert found["basic"].count("\n") == 1 + 4  # two seeds, two contexts
+
+
+def test_the_launcher_processes_runs_one_after_another_in_processes_of_their_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    typed = command(
+        ["ok", "ok"],
+        root=tmp_path,
+        bench=f", seconds: 0.5, log: '{log}'",
+        more=["-m", "seed=0,1", "hydra/launcher=processes"],
+    )
+    started = subprocess.Popen(typed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert started.wait(timeout=300) == 0
+    points, pids = zip(*(line.split() for line in log.read_text().splitlines()))
+    assert points == ("1", "2", "1", "2")
+    assert str(started.pid) not in pids
+
+
+def test_a_killed_run_is_told_and_the_others_are_merged(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "processes", ["ok"], "seed=0", "bench.points=[ok],[ok,kill]")
+    assert done.returncode == 1
+    assert "TerminatedWorkerError" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "6 rows of 2 runs" in done.stdout  # the point before the kill is kept
+    (report,) = tmp_path.glob("multirun/*/report.md")
+    assert report.read_text().count("(did not end)") == 1
+
+
+def write_run(folder: Path, overrides: list[str], **columns: Any) -> None:
+    """A finished run with one row."""
+    folder.mkdir(parents=True)
+    row = make_row(point_id="p", suite="decode_kernel", variant="torch", status="ok", round=0, **columns)
+    with RecordWriter(folder / RECORDS) as writer:
+        writer.append([row])
+    (folder / "provenance.json").write_text(json.dumps({"overrides": overrides, "ended": "now"}))
+
+
+def test_what_was_swept_tells_lines_apart_unless_a_column_does(tmp_path: Path) -> None:
+    for i, (engine, context_len) in enumerate((e, c) for e in ("default", "eager") for c in (128, 512)):
+        typed = [f"engine={engine}", f"bench.context_lens=[{context_len}]", f"run.folder={i}", "seed=0"]
+        write_run(tmp_path / str(i), typed, context_len=context_len, time_us=float(i + 1))
+    rows, apart = load_runs(tmp_path)
+    assert apart == ["engine"]
+    assert rows["engine"].tolist() == ["default"] * 2 + ["eager"] * 2
+    assert merge(tmp_path) == 0
+    table = pd.read_csv(tmp_path / "table.csv")
+    assert table[["engine", "context_len", "time_us"]].values.tolist() == [
+        ["default", 128, 1.0],
+        ["default", 512, 2.0],
+        ["eager", 128, 3.0],
+        ["eager", 512, 4.0],
+    ]
+    assert "| eager | 512 |" in (tmp_path / "report.md").read_text()
+
+
+def test_runs_of_several_devices_are_not_pooled(tmp_path: Path) -> None:
+    for i, name in enumerate(("H100", "H200")):
+        write_run(tmp_path / name, [], device_name=name, time_us=float(i + 1))
+    assert load_runs(tmp_path)[1] == ["device_name"]
+    merge(tmp_path)
+    assert pd.read_csv(tmp_path / "table.csv")["time_us"].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", group_options("hydra/launcher"))
+def test_every_launcher_of_ours_composes(name: str) -> None:
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config = compose("config", overrides=[f"hydra/launcher={name}"], return_hydra_config=True)
+    assert config.hydra.launcher._target_.startswith("hydra_plugins.")
 
 
 def test_a_failing_run_does_not_stop_the_others(tmp_path: Path) -> None:
