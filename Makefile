@@ -21,11 +21,11 @@ demo: setup
 
 # Two processes with one thread each: the models of the tests are too small to share among threads.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # The same tests, a third slower, and the lines of the three packages that they ran.
-coverage: setup
-	$(BIN)/python -m pytest --cov=kernels --cov=engine --cov=experiments --cov-report=term:skip-covered
+coverage:
+	$(MAKE) test ARGS="--cov=kernels --cov=engine --cov=experiments --cov-report=term:skip-covered"
 
 # Ray's launcher (80 MB) asks for an older cloudpickle and for cloud libraries that no run on one machine needs: it is
 # put beside .venv's packages, without what it asks for, and only for the tests that it is for.
