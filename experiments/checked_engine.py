@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.execution.kernel_choice import choose_kernels
-from experiments.backends.engine import EngineSetup, check_greedy, greedy_reference
+from experiments.backends.engine import EngineSetup
+from experiments.backends.greedy import check_greedy, greedy_reference
 from experiments.failures import IncorrectError, NotTimedError, UnsupportedError
 from experiments.kernel_bench import INTERPRETED
 from experiments.suites.protocol import Point, PointContext

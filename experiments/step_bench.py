@@ -10,11 +10,11 @@ from experiments.backends.engine import (
     DecodeRun,
     DecodeStep,
     EngineSetup,
-    check_last_token,
     engine_options,
     slack_for,
     time_decode_steps,
 )
+from experiments.backends.greedy import check_last_token
 from experiments.checked_engine import checked_engine
 from experiments.failures import IncorrectError
 from experiments.provenance import is_throttled

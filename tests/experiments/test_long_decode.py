@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 import experiments
 from experiments import session
 from experiments.backends import engine as backend
+from experiments.backends import greedy
 from experiments.settings import Settings, Variant, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,25 +104,25 @@ def setup() -> backend.EngineSetup:
 
 
 @pytest.fixture(scope="module")
-def reference(setup: backend.EngineSetup) -> backend.GreedyReference:
-    return backend.greedy_reference(setup, (5, 20), 6, seed=1)
+def reference(setup: backend.EngineSetup) -> greedy.GreedyReference:
+    return greedy.greedy_reference(setup, (5, 20), 6, seed=1)
 
 
 def test_greedy_check_accepts_the_engine_and_sees_another_model(
-    setup: backend.EngineSetup, reference: backend.GreedyReference
+    setup: backend.EngineSetup, reference: greedy.GreedyReference
 ) -> None:
-    options = backend.check_options(setup, (5, 20), 6)
+    options = greedy.check_options(setup, (5, 20), 6)
     with setup.open(**options) as llm:
-        assert backend.check_greedy(llm, reference, "float32") == backend.GreedyCheck(12, 0, None)
+        assert greedy.check_greedy(llm, reference, "float32") == greedy.GreedyCheck(12, 0, None)
         with torch.no_grad():
             llm.model.layers[-1].mlp.down_proj.weight.mul_(-1)
-        check = backend.check_greedy(llm, reference, "float32")
+        check = greedy.check_greedy(llm, reference, "float32")
     assert check.error is not None
     assert "standard deviations" in check.error
 
 
 def test_near_ties_are_excused_and_counted(
-    setup: backend.EngineSetup, reference: backend.GreedyReference
+    setup: backend.EngineSetup, reference: greedy.GreedyReference
 ) -> None:
     """A reference that prefers another token by less than the margin: the difference is excused, once a prompt."""
     logits = [rows.clone() for rows in reference.logits]
@@ -129,20 +130,20 @@ def test_near_ties_are_excused_and_counted(
     rival = (tokens[0][2] + 1) % logits[0].shape[1]
     logits[0][2, rival] = logits[0][2, tokens[0][2]] * (1 + 1e-6)
     tokens[0][2] = rival
-    changed = backend.GreedyReference(reference.prompts, tokens, logits)
-    with setup.open(**backend.check_options(setup, (5, 20), 6)) as llm:
-        assert backend.check_greedy(llm, changed, "float32") == backend.GreedyCheck(9, 1, None)
+    changed = greedy.GreedyReference(reference.prompts, tokens, logits)
+    with setup.open(**greedy.check_options(setup, (5, 20), 6)) as llm:
+        assert greedy.check_greedy(llm, changed, "float32") == greedy.GreedyCheck(9, 1, None)
 
 
 def test_decode_steps_hold_the_whole_batch_and_its_actual_lengths(setup: backend.EngineSetup) -> None:
     prompts = setup.prompts([10, 17], seed=3)
     with setup.open(max_model_len=64, max_num_seqs=2, num_kv_blocks=16) as llm:
         run = backend.time_decode_steps(llm, prompts, num_steps=3, warm_up=2)
-        assert backend.check_last_token(llm, run, "float32") is None
+        assert greedy.check_last_token(llm, run, "float32") is None
         assert not llm.engine.has_unfinished_requests()
         assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
         run.token_ids[1][-1] ^= 1
-        assert "row 1" in str(backend.check_last_token(llm, run, "float32"))
+        assert "row 1" in str(greedy.check_last_token(llm, run, "float32"))
     # The first token comes from the prefill, two from warm-up: the first timed step writes and reads token 3's KV.
     assert [step.context_lens for step in run.steps] == [(13, 20), (14, 21), (15, 22)]
     assert run.prefill_s > 0
