@@ -120,17 +120,15 @@ class BlockManager:
         self._free_cached.clear()
 
     def withdraw(self, request: Request) -> None:
-        """Make no block of request findable any more, nor those that a request of the same tokens would be given.
+        """Make nothing findable that a request of the same tokens would be given.
 
         For KV in doubt, such as what led to logits that are not finite. Requests that share the blocks keep them.
         """
-        found = [entry.block_id for entry in self.find_prefix(request)]
-        for block_id in {*request.block_table, *found}:
-            if self._entries[block_id] is not None:
-                self._unpublish(block_id)
-                if self._ref_counts[block_id] == 0:
-                    del self._free_cached[block_id]
-                    self._free_plain.append(block_id)
+        for entry in self.find_prefix(request):
+            self._unpublish(entry.block_id)
+            if self._ref_counts[entry.block_id] == 0:
+                del self._free_cached[entry.block_id]
+                self._free_plain.append(entry.block_id)
 
     def _lookup(
         self, chain_hash: int, parent: CacheEntry | None, token_ids: tuple[int, ...]

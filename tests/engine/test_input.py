@@ -87,6 +87,8 @@ def test_rows_of_an_array_are_prompts(llm):
         (np.array([1.0, 2.0]), "each token id of prompt must be an integer, got 1.0"),
         (torch.tensor([True]), "each token id of prompt must be an integer, got True"),
         ([[True]], "each token id of prompt must be an integer, got True"),
+        ([1, 307], "prompt holds token id 307, outside the vocabulary of 307"),
+        ([1, -1], "prompt holds token id -1, outside the vocabulary of 307"),
         ([[10**30]], "prompt holds token id 10{30}, outside the vocabulary of 307"),
         ([[]], "prompt is empty"),
         (np.array([[], []], np.int64), "prompt is empty"),

@@ -81,6 +81,9 @@ def test_a_step_that_fails_is_done_again(when, nth, overlap, num_kv_blocks):
             outputs |= {output.request_id: output for output in core.step() if output.finished}
         except MemoryError:
             failures += 1
+            assert not core.scheduler.running
+            arrivals = [request.arrival for request in core.scheduler.waiting]
+            assert arrivals == sorted(arrivals)
         core.block_manager.check_invariants()
     assert failures == 1
     for request_id, prompt, p in zip(ids, prompts, params):

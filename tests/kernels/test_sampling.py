@@ -48,6 +48,7 @@ def test_top_p_keeps_the_crossing_token_and_the_first():
     close(probs_of([0.2, 0.5, 0.3], top_p=1e-6), [0, 1, 0])
     close(probs_of([0.5, 0.3, 0.2], top_p=1.0), [0.5, 0.3, 0.2])
     close(probs_of([0.2, 0.5, 0.3], top_p=0.0), [0, 1, 0])
+    close(probs_of([0.25] * 4, top_p=0.5), [0.5, 0.5, 0, 0])  # exactly reached: the next one goes
 
 
 def test_top_k_is_by_rank_lower_id_first():
