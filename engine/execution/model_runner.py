@@ -13,6 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.execution import kv_cache
 from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKind
+from engine.execution.collective_timer import CollectiveTimer
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.input_batch import AttentionShape, ChunkRows, DecodeRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
@@ -33,6 +34,7 @@ class ModelRunner:
         self.config = config
         self.device = device
         self.group = group
+        self._collective_timer = CollectiveTimer(group, device)
         self.model_config = source.config
         self.max_model_len = config.resolve_max_model_len(source.config.max_position_embeddings)
         self.kernels = choose_kernels(config, device)
@@ -89,6 +91,14 @@ class ModelRunner:
             "host_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             "device_peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else None,
         }
+
+    def start_collective_timer(self) -> None:
+        """Time this rank's collectives from now on."""
+        self._collective_timer.start()
+
+    def stop_collective_timer(self) -> float:
+        """Seconds that they took since then: see CollectiveTimer."""
+        return self._collective_timer.stop()
 
     def close(self) -> None:
         """Drop weights and KV."""

@@ -180,6 +180,15 @@ class Workers:
         """Every rank's ModelRunner.report() as it is now, in rank order."""
         return self.call("report", all_answer=True)
 
+    def start_collective_timer(self) -> None:
+        """As ModelRunner's, on every rank."""
+        self.call("start_collective_timer")
+
+    def stop_collective_timer(self) -> float:
+        """Rank 0's seconds."""
+        seconds: float = self.call("stop_collective_timer")[0]
+        return seconds
+
     def call(self, method: str, *arguments: Any, all_answer: bool = False, **options: Any) -> list[Any]:
         """Call a method of every rank's runner. Results in rank order, None but for rank 0's unless all_answer."""
         pending = PendingAnswer(self, self._new_command(method, *arguments, all_answer=all_answer, **options))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ class CollectiveError(RuntimeError):
     """A collective failed. Most often that is another rank's fault: it has ended, or never came."""
 
 
+@dataclass
+class HostTime:
+    """Seconds that this process has spent in collectives: over gloo all of their time, over NCCL only the launching."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class ParallelGroup:
     """Rank `rank` of `size` ranks, which all call the same collectives in the same order.
@@ -28,6 +36,7 @@ class ParallelGroup:
     rank: int
     size: int
     process_group: dist.ProcessGroup | None = None
+    host_time: HostTime = field(default_factory=HostTime, compare=False)
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -49,7 +58,7 @@ class ParallelGroup:
         Every rank gets the same bits, also in 16-bit formats: each element is summed in one place and then copied.
         """
         if self.size > 1:
-            _call(dist.all_reduce, tensor, group=self._peers())
+            self._call(dist.all_reduce, tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -57,13 +66,13 @@ class ParallelGroup:
         if self.size == 1:
             return tensor
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        _call(_ALL_GATHER, gathered.flatten(0, 1), tensor.contiguous(), group=self._peers())
+        self._call(_ALL_GATHER, gathered.flatten(0, 1), tensor.contiguous())
         return torch.cat(gathered.unbind(0), dim=dim)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's values on every rank, in place and returned."""
         if self.size > 1:
-            _call(dist.broadcast, tensor, group=self._peers(), group_src=0)
+            self._call(dist.broadcast, tensor, group_src=0)
         return tensor
 
     def smallest(self, value: int, device: torch.device) -> int:
@@ -71,7 +80,7 @@ class ParallelGroup:
         if self.size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=device)
-        _call(dist.all_reduce, tensor, op=dist.ReduceOp.MIN, group=self._peers())
+        self._call(dist.all_reduce, tensor, op=dist.ReduceOp.MIN)
         return int(tensor.item())
 
     def _peers(self) -> dist.ProcessGroup:
@@ -79,9 +88,11 @@ class ParallelGroup:
             raise RuntimeError(f"rank {self.rank} of {self.size} has no process group to communicate over")
         return self.process_group
 
-
-def _call(collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    try:
-        collective(*arguments, **options)
-    except RuntimeError as error:
-        raise CollectiveError(f"{collective.__name__}: {error}") from error
+    def _call(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        group = self._peers()
+        start = time.perf_counter()
+        try:
+            collective(*arguments, group=group, **options)
+        except RuntimeError as error:
+            raise CollectiveError(f"{collective.__name__}: {error}") from error
+        self.host_time.seconds += time.perf_counter() - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,10 @@ def test_several_ranks_answer_as_one(one_rank, monkeypatch, name, size, overlap)
             RuntimeError, match=f"tensor_parallel_size {size} the model's parts are in processes"
         ):
             _ = llm.model
+        llm.runner.start_collective_timer()
+        start = time.perf_counter()
         actual = answers(llm)
+        assert 0 < llm.runner.stop_collective_timer() < time.perf_counter() - start
         reports = llm.runner.report()
     for batch in ("greedy", "top-k", "mixed"):
         assert actual[batch] == expected[batch], batch
