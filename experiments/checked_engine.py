@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.execution.kernel_choice import choose_kernels
+from engine.execution.workers import Workers
 from experiments.backends.engine import EngineSetup
 from experiments.backends.greedy import check_greedy, greedy_reference
 from experiments.failures import IncorrectError, NotTimedError, UnsupportedError
@@ -31,12 +31,12 @@ class CheckedEngine:
     columns: dict[str, Any]
 
     def peak_memory(self) -> dict[str, int]:
-        """The column of the most memory held since the engine was opened; nothing on a CPU, or where ranks
-        of their own hold it."""
-        device = self.llm.runner.device
-        if device.type != "cuda" or self.llm.config.tensor_parallel_size > 1:
+        """The column of the most memory that a GPU held since the engine was opened; nothing on a CPU."""
+        runner = self.llm.runner
+        if runner.device.type != "cuda":
             return {}
-        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+        reports = runner.report() if isinstance(runner, Workers) else [runner.report()]
+        return {"peak_memory_bytes": max(report["device_peak_bytes"] for report in reports)}
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def checked_engine(
     sizes = {"max_model_len": longest, "max_num_seqs": max(batch_size, len(lengths))}
     with setup.open(**sizes, **options) as llm:
         check = check_greedy(llm, reference, setup.dtype_name)
-        kernels = choose_kernels(llm.config, llm.runner.device)
+        kernels = llm.runner.kernels
         columns = {
             "decode_attention": kernels.decode.name,
             "prefill_attention": kernels.prefill.name,

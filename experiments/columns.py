@@ -73,6 +73,7 @@ EXTRAS: dict[str, str] = {
     "operation": "string",  # elementwise suites
     "query_len": "Int64",  # prefill: new tokens of each sequence
     "plan_us": "float64",  # host time of the kernel's plan
+    "collective_us": "float64",  # of a decode step, in collectives on rank 0, waiting for the others included
     "tolerance": "float64",  # of max_rel_err
     "mean_context_len": "float64",  # measured, where context_len is what was asked for
     "tokens_checked": "Int64",

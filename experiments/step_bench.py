@@ -16,6 +16,7 @@ from experiments.backends.engine import (
 )
 from experiments.backends.greedy import check_last_token
 from experiments.checked_engine import checked_engine
+from experiments.collectives import collective_us
 from experiments.failures import IncorrectError
 from experiments.provenance import is_throttled
 from experiments.records import Row
@@ -82,6 +83,8 @@ def measure_step(point: Point, context: PointContext, *, max_interpreted_tokens:
         if error is not None:
             raise IncorrectError(error, columns)
         columns |= engine.peak_memory() | {"num_preemptions": run.num_preemptions}
+        if setup.tp > 1:
+            columns["collective_us"] = collective_us(engine.llm, prompts)
     return [
         _round_row(
             point,

@@ -163,6 +163,8 @@ def reasons(table: pd.DataFrame) -> list[str]:
 
 # Further columns that the table for the eye shows where a suite has them.
 _FIGURES = {
+    "efficiency": "efficiency",
+    "collective_share": "in collectives",
     "prompt_tokens": "prompt tokens",
     "output_tokens": "output tokens",
     "hit_rate": "hit rate",

@@ -67,8 +67,13 @@ class TpScaling(Suite):
         return (EngineSetup(settings, settings.variants[0]).dtype_name,)
 
     def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Speed-ups are over one rank; efficiency is the speed-up over the number of ranks."""
-        table = super().summary(rows)
+        """Speed-ups are over one rank; efficiency is the speed-up over the number of ranks.
+
+        collective_share: the part of a step that goes to collectives.
+        """
+        from experiments.tables import summarise
+
+        table = summarise(rows, medians=("collective_us",))
         if "time_us" not in table:
             return table
         one = table[table["tp"] == 1].set_index(["variant", "batch_size", "context_len"])["time_us"]
@@ -77,6 +82,8 @@ class TpScaling(Suite):
         table["speedup_low"] = table["speedup_high"] = float("nan")
         table["speedup_over"] = "tp 1"
         table["efficiency"] = table["speedup"] / table["tp"].astype(float)
+        if "collective_us" in table:
+            table["collective_share"] = table["collective_us"] / table["time_us"]
         return table
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:

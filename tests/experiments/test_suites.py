@@ -140,6 +140,11 @@ def test_tensor_parallel_ranks_give_the_same_tokens(root: Path) -> None:
     assert set(two["status"]) == {"ok"}
     assert (two["tokens_checked"] == 24).all()
     assert (two["num_q_heads"] == 4).all()
+    assert (two["collective_us"] > 0).all()
+    table = pd.read_csv(folder_of("tp_scaling", root) / "table.csv").set_index(["tp", "batch_size"])
+    assert (table.loc[2, "collective_share"] < 1.5).all()
+    assert table.loc[1, "collective_share"].isna().all()
+    assert table.loc[2, "efficiency"].notna().all()
 
 
 def test_plots_may_be_left_out_and_no_figure_stays_open(root: Path) -> None:
