@@ -176,7 +176,7 @@ def test_compiles_are_bounded() -> None:
     assert compiled() == before
 
 
-@pytest.mark.parametrize("num_splits", [2, 16, 33])
+@pytest.mark.parametrize("num_splits", [2, 7, 16])  # 384 programs at most: more do not fit an H200 at once
 def test_fused_cooperative(num_splits: int) -> None:
     """Programs that wait for one another: repeated, so that a counter left wrong would hang or show."""
     kernel = decode.get("split_kv_fused")
