@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-ray coverage lint format clean
+.PHONY: setup demo test test-ray coverage notebooks lint format clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ test-ray: setup
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/ray \
 		ray==2.60.0 hydra-ray-launcher==1.2.2 msgpack==1.2.4 protobuf==7.36.2
 	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/experiments/test_multirun.py
+
+# The notebooks' outputs, from the runs that are now under results/.
+notebooks: setup
+	$(BIN)/jupyter execute --inplace --kernel_name=python3 --NotebookClient.record_timing=False notebooks/*.ipynb
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import experiments
+from experiments import suites
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,3 +62,27 @@ def test_the_guide_works_as_printed(tmp_path: Path, number: int) -> None:
     assert set(mine["status"]) == {"ok"}
     assert set(mine["level"]) == ({"kernel"} if suite == "decode_kernel" else {"kernel", "step", "workload"})
     assert "mine" in done.stdout
+    if suite == "decode_kernel":
+        assert {point for line in drawn(df, "mine") for point in line} == set(points(df, "mine"))
+
+
+def drawn(df: pd.DataFrame, variant: str) -> list[list[tuple[float, float]]]:
+    """The points of a variant's lines in the latency plot: those in its colour."""
+    from experiments.plots import COLOURS
+
+    figure = suites.get("decode_kernel").figures(df)["kernel_latency"]
+    colour = COLOURS[list(dict.fromkeys(df["variant"])).index(variant)]
+    lines = [
+        container.lines[0]
+        for axes in figure.axes
+        for container in axes.containers
+        if container.lines[0].get_color() == colour
+    ]
+    return [list(zip(*(values.tolist() for values in line.get_data()))) for line in lines]
+
+
+def points(df: pd.DataFrame, variant: str) -> list[tuple[float, float]]:
+    """The same from the table: context length and median time."""
+    table = suites.get("decode_kernel").summary(df)
+    of_variant = table[table["variant"] == variant]
+    return list(zip(of_variant["context_len"].astype(float), of_variant["time_us"]))
