@@ -27,16 +27,25 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def soak_on_the_cpu(seconds: float, growth_bytes: int, overlap: bool) -> None:
+@pytest.fixture(autouse=True)
+def one_thread():
+    """This model is too small to share, and threads that wait for each other spin: a busy machine would look slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def soak_on_the_cpu(seconds: float, overlap: bool, **limits: float) -> None:
     with LLM(QWEN3, device="cpu", max_num_batched_tokens=256, overlap_scheduling=overlap, **OPTIONS) as llm:
         soak = run_soak(llm, seconds, resident_bytes)
-        check_soak(llm, soak, growth_bytes=growth_bytes)
         print(soak)
+        check_soak(llm, soak, **limits)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ten_seconds_of_mixed_load(overlap):
-    soak_on_the_cpu(10, 8 * MEBIBYTE, overlap)
+    soak_on_the_cpu(10, overlap, growth_bytes=8 * MEBIBYTE, slowdown=0.6)
 
 
 @pytest.mark.slow
@@ -44,7 +53,7 @@ def test_ten_seconds_of_mixed_load(overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_hour_of_mixed_load(overlap):
     """The tiny model takes over a thousand steps a second, as many in half an hour as a real one in a day."""
-    soak_on_the_cpu(soak_seconds(1800), 16 * MEBIBYTE, overlap)
+    soak_on_the_cpu(soak_seconds(1800), overlap, growth_bytes=16 * MEBIBYTE, slowdown=0.1)
 
 
 @pytest.mark.gpu
@@ -53,5 +62,5 @@ def test_an_hour_of_mixed_load(overlap):
 def test_ten_minutes_of_mixed_load_on_a_gpu():
     with LLM(QWEN3 | {"head_dim": 64}, device="cuda", max_num_seqs=64, **OPTIONS) as llm:
         soak = run_soak(llm, soak_seconds(600), torch.cuda.memory_allocated)
-        check_soak(llm, soak, growth_bytes=MEBIBYTE)
         print(soak)
+        check_soak(llm, soak, growth_bytes=MEBIBYTE, slowdown=0.1)
