@@ -37,7 +37,8 @@ class LLM:
     seed: of dummy weights and of the random streams of requests that bring none.
     tensor_parallel_size: ranks, 1 to 8. More than one are processes that this one starts, on consecutive CUDA devices
         (NCCL) or sharing the CPU (gloo); under torchrun they are the processes that it has started, all of which must
-        make the same engine and the same calls. device "cuda:0,cuda:0" makes two ranks share a GPU, for tests.
+        make the same engine and the same calls. device "cuda:0,cuda:0" makes two ranks share a GPU, for tests. A rank
+        that fails ends the engine, as does Ctrl-C in a step: step() raises, and the requests end with "error".
     enforce_eager: never use CUDA graphs.
     use_triton: Triton or torch for norms, activation, RoPE and KV writes; "auto": Triton on a CUDA device.
     decode_attention, prefill_attention: names in kernels.decode and kernels.prefill; "auto": the device's fastest.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -88,7 +88,7 @@ class ModelRunner:
             "use_triton": self.kernels.use_triton,
             "uses_cuda_graphs": self.uses_cuda_graphs,
             "load_s": self.load_s,
-            "host_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "host_peak_bytes": _host_peak_bytes(),
             "device_peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else None,
         }
 
@@ -320,3 +320,11 @@ class ModelRunner:
                 logits = self._run_eagerly(StepInput((), (), (0,), position + 1, ()), (0,), SamplingKind())[1]
             rows.append(logits.float())
         return torch.cat(rows)
+
+
+def _host_peak_bytes() -> int:
+    """The most memory that this process has held resident, pages of files included."""
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

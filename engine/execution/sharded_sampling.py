@@ -35,7 +35,10 @@ def likeliest_logits(local: Tensor, head: VocabParallelHead, num_candidates: int
     """
     num_rows = head.ids.num_rows
     ids = torch.arange(num_rows, device=local.device) + head.ids.start
-    keys = _encode(local, ids).topk(min(num_candidates, num_rows), dim=-1, sorted=False).values
+    # In pieces of rows, since a key takes four times the memory of a 16-bit logit.
+    pieces = local.split(max(1, sampling.PIECE_ELEMENTS // num_rows))
+    count = min(num_candidates, num_rows)
+    keys = torch.cat([_encode(piece, ids).topk(count, dim=-1, sorted=False).values for piece in pieces])
     values, ids = _decode(head.group.all_gather(keys, dim=-1))
     # Ranks with fewer ids than rows also offer ids beyond the vocabulary, at -inf: room for them, then cut off.
     shape = (len(local), head.group.size * num_rows + num_rows)

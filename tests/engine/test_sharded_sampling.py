@@ -88,7 +88,9 @@ def test_every_choice_equals_that_from_all_logits(rows, size, odd, dtype, seed):
     top_k = torch.randint(1, 5, (count,), generator=generator)
     top_p = torch.tensor([1.0, 0.6, 0.95])[torch.randint(3, (count,), generator=generator)]
     uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-    likely = on_ranks(logits.clone(), size, lambda local, head: likeliest_logits(local, head, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "PIECE_ELEMENTS", 20)  # a row or a few at a time
+        likely = on_ranks(logits.clone(), size, lambda local, head: likeliest_logits(local, head, 4))
     assert likely.shape == logits.shape
     finite = sampling.finite_rows(logits)
     assert torch.equal(sampling.finite_rows(likely), finite)
