@@ -193,6 +193,8 @@ def _absent(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():  # an integer beside nulls
+        return str(int(value))
     return "" if _absent(value) else str(value)
 
 
