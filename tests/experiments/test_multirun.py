@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -15,11 +16,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import experiments
+from experiments import session
 from experiments.arguments import CONF, group_options
 from experiments.columns import make_row
 from experiments.multirun import load_runs, merge
 from experiments.records import RECORDS, RecordWriter
 from tests.experiments.fake_run import ROOT, command
+from tests.experiments.test_sweep import wait_for
 
 LAUNCHERS = {
     "basic": None,
@@ -114,6 +117,21 @@ def test_a_killed_run_is_told_and_the_others_are_merged(tmp_path: Path) -> None:
     assert "6 rows of 2 runs" in done.stdout  # the point before the kill is kept
     (report,) = tmp_path.glob("multirun/*/report.md")
     assert report.read_text().count("(did not end)") == 1
+
+
+def test_ctrl_c_ends_the_whole_sweep_and_merges_what_there_is(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    bench = f", log: '{log}', seconds: 0.5"
+    typed = command(["ok", "hang"], root=tmp_path, bench=bench, more=["-m", "seed=0,1"])
+    started = subprocess.Popen(typed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
+    started.send_signal(signal.SIGINT)
+    assert started.wait(timeout=60) == session.INTERRUPTED
+    assert len(log.read_text().splitlines()) == 2  # the second run never began
+    (table,) = tmp_path.glob("multirun/*/table.csv")
+    assert len(pd.read_csv(table)) == 1
+    (report,) = table.parent.glob("0000/fake_suite/*/report.md")
+    assert len(experiments.load(report.parent)) == 3
 
 
 def write_run(folder: Path, overrides: list[str], **columns: Any) -> None:
