@@ -186,7 +186,8 @@ class SplitKVTmaDecode(TritonDecodeKernel):
 
     def unavailable(self, device: torch.device) -> str | None:
         reason = super().unavailable(device)
-        if reason is None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        on_gpu = device.type == "cuda" and torch.cuda.is_available()
+        if reason is None and on_gpu and torch.cuda.get_device_capability(device) < (9, 0):
             return "TMA needs a GPU of compute capability 9.0 or later"
         return reason
 
