@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 INDEX_BYTES = 4  # block_table, context_lens, query_start_loc: int32
+SCALE_BYTES = 4  # of an fp8 cache, a KV head: fp32
 SLOT_BYTES = 8  # slot_mapping, positions, token ids: int64
 
 
@@ -52,14 +53,19 @@ def decode_attention(
     head_dim: int,
     dtype: torch.dtype,
     block_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> Cost:
-    """One query token a row against its context: K and V of every context, q and out, the table and lengths."""
+    """One query token a row against its context: K and V of every context, q and out, the table and lengths.
+
+    kv_dtype: of the caches; where it is not dtype, two scales (fp32) a KV head are read too.
+    """
     tokens = sum(context_lens)
     rows = len(context_lens)
     queries = rows * num_q_heads * head_dim * dtype.itemsize
     table = INDEX_BYTES * (sum(-(-length // block_size) for length in context_lens) + rows)
+    scales = 0 if kv_dtype in (None, dtype) else 2 * num_kv_heads * SCALE_BYTES
     return Cost(
-        bytes=kv_bytes(tokens, num_kv_heads, head_dim, dtype) + 2 * queries + table,
+        bytes=kv_bytes(tokens, num_kv_heads, head_dim, kv_dtype or dtype) + scales + 2 * queries + table,
         flops=4 * num_q_heads * head_dim * tokens,
     )
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 def check_paged_inputs(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    kv_dtypes: Sequence[torch.dtype] = (),
 ) -> None:
     """Raise ValueError, naming the argument, unless the tensors fit together.
 
     q [rows, num_q_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim];
-    block_table [batch, max_blocks] int32; context_lens [batch] int32. Reads shapes and strides only,
-    never values: nothing here waits for a device.
+    block_table [batch, max_blocks] int32; context_lens [batch] int32. kv_dtypes: what both caches may be
+    instead of q's dtype. Reads shapes and strides only, never values: nothing here waits for a device.
     """
     if q.dim() != 3:
         raise ValueError(f"q must be [rows, num_q_heads, head_dim], got shape {tuple(q.shape)}")
@@ -49,9 +56,10 @@ def check_paged_inputs(
             )
     if not q.is_floating_point():
         raise ValueError(f"q must be floating point, got {q.dtype}")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, q is {q.dtype}")
+    if k_cache.dtype != q.dtype and k_cache.dtype not in kv_dtypes:
+        raise ValueError(f"k_cache is {k_cache.dtype}, q is {q.dtype}")
+    if v_cache.dtype != k_cache.dtype:
+        raise ValueError(f"v_cache is {v_cache.dtype}, k_cache is {k_cache.dtype}")
     for name, tensor in (
         ("k_cache", k_cache),
         ("v_cache", v_cache),

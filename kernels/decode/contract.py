@@ -8,12 +8,14 @@ offset t % block_size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.fp8_cache import FP8, fp8_unsupported
 from kernels.paged_cache import check_paged_inputs
 
 
@@ -24,6 +26,7 @@ class DecodeProblem:
     shared_prefix_len: all rows begin with so many common tokens, in the same blocks (a shorter row with what it has).
     contiguous: each row's blocks follow one another in the pool, row after row, max_blocks a row, and every context is
     max_context_len; for kernels that know no paging.
+    kv_dtype: of the caches, where it is not `dtype`, which is then that of q and out alone.
     """
 
     batch_size: int
@@ -36,6 +39,7 @@ class DecodeProblem:
     device: torch.device
     shared_prefix_len: int = 0
     contiguous: bool = False
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "num_q_heads", "num_kv_heads", "head_dim", "block_size"):
@@ -48,6 +52,8 @@ class DecodeProblem:
                 f"shared_prefix_len is {self.shared_prefix_len}, "
                 f"expected 0 to max_context_len {self.max_context_len}"
             )
+        if self.kv_dtype == self.dtype:
+            object.__setattr__(self, "kv_dtype", None)  # one form for each problem
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads is {self.num_q_heads}, not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -65,6 +71,8 @@ class DecodeKernel(ABC):
     name: str
     capturable: bool = True
     """Whether a CUDA graph can capture a call: it waits for nothing and reads no tensor on the host."""
+    kv_dtypes: tuple[torch.dtype, ...] = ()
+    """What the caches may be besides q's dtype; kernels/fp8_cache.py says which options go with fp8."""
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why the kernel cannot run on `device`, or None if it can."""
@@ -72,7 +80,12 @@ class DecodeKernel(ABC):
 
     def supports(self, problem: DecodeProblem) -> str | None:
         """Why the kernel cannot solve `problem`, or None if it can."""
-        return self.unavailable(problem.device)
+        reason = self.unavailable(problem.device)
+        if reason is None and problem.kv_dtype is not None:
+            if problem.kv_dtype not in self.kv_dtypes:
+                return f"kv_dtype is {problem.kv_dtype}, {self.name} takes caches in q's {problem.dtype} only"
+            return fp8_unsupported(problem.device) if problem.kv_dtype == FP8 else None
+        return reason
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
         """Options for calls of this problem, chosen on the host without reading tensors.
@@ -113,7 +126,8 @@ class DecodeKernel(ABC):
         """Attention of one query token a row over that row's context.
 
         q: [batch, num_q_heads, head_dim]; strides are read from the tensor, as of all others.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], last dimension contiguous.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], last dimension contiguous, in q's dtype
+            or one of kv_dtypes.
         block_table: [batch, max_blocks] int32; entries past a row's context are never read.
         context_lens: [batch] int32, tokens in the cache, this one included; a row with 0 gives zeros.
         scale: of the scores; None for head_dim ** -0.5.
@@ -132,9 +146,13 @@ def check_inputs(
     block_table: Tensor,
     context_lens: Tensor,
     out: Tensor | None = None,
+    kv_dtypes: Sequence[torch.dtype] = (),
 ) -> None:
-    """Raise ValueError, naming the argument, unless the tensors meet the contract. Reads no values."""
-    check_paged_inputs(q, k_cache, v_cache, block_table, context_lens)
+    """Raise ValueError, naming the argument, unless the tensors meet the contract. Reads no values.
+
+    kv_dtypes: what both caches may be instead of q's dtype.
+    """
+    check_paged_inputs(q, k_cache, v_cache, block_table, context_lens, kv_dtypes)
     if q.shape[0] != block_table.shape[0]:
         raise ValueError(f"q has {q.shape[0]} rows, block_table has {block_table.shape[0]}")
     if out is None:
@@ -164,4 +182,5 @@ def problem_of(
         max_context_len=max_context_len,
         dtype=q.dtype,
         device=q.device,
+        kv_dtype=k_cache.dtype,
     )

@@ -28,7 +28,7 @@ class FlashInferDecode(DecodeKernel):
         return None if importlib.util.find_spec("flashinfer") else "flashinfer is not installed"
 
     def supports(self, problem: DecodeProblem) -> str | None:
-        reason = self.unavailable(problem.device)
+        reason = super().supports(problem)
         if reason is None and problem.dtype not in (torch.float16, torch.bfloat16):
             reason = f"dtype is {problem.dtype}, supported: torch.float16, torch.bfloat16"
         if reason is None and problem.head_dim not in (64, 128, 256):

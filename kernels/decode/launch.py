@@ -50,7 +50,7 @@ class TritonDecodeKernel(DecodeKernel):
         return triton_unavailable(device)
 
     def supports(self, problem: DecodeProblem) -> str | None:
-        reason = self.unavailable(problem.device)
+        reason = super().supports(problem)
         if reason is not None:
             return reason
         if problem.dtype not in SUPPORTED_DTYPES:
@@ -72,7 +72,7 @@ class TritonDecodeKernel(DecodeKernel):
         **options: Any,
     ) -> Tensor:
         """See DecodeKernel.__call__; the options are those of the kernel's `launch`."""
-        check_inputs(q, k_cache, v_cache, block_table, context_lens, out)
+        check_inputs(q, k_cache, v_cache, block_table, context_lens, out, self.kv_dtypes)
         problem = problem_of(q, k_cache, block_table)
         reason = self.supports(problem)
         if reason is not None:

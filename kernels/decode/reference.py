@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from kernels.decode.contract import DecodeKernel, check_inputs
+from kernels.fp8_cache import FP8, check_scales
 
 
 class ReferenceDecode(DecodeKernel):
     """softmax(scale * q k^T) v per sequence and head, in fp32 (fp64 for fp64 inputs, or as asked).
 
-    Slow and plain on purpose: it gathers a row's blocks, drops what lies past the context and multiplies.
+    Slow and plain on purpose: it gathers a row's blocks, drops what lies past the context and multiplies. Keys and
+    values of an fp8 cache are multiplied by their KV head's scale first.
     """
 
     name = "reference"
     capturable = False
+    kv_dtypes = (FP8,)
 
     def __call__(
         self,
@@ -30,18 +33,23 @@ class ReferenceDecode(DecodeKernel):
         out: Tensor | None = None,
         workspace: Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """compute_dtype: torch.float64 for a finer oracle; the result is in q's dtype all the same."""
+        """compute_dtype: torch.float64 for a finer oracle; the result is in q's dtype all the same.
+
+        k_scale, v_scale: [num_kv_heads] float32 each, with caches in fp8 alone.
+        """
         if options:
             raise TypeError(f"reference takes no option {sorted(options)}")
-        check_inputs(q, k_cache, v_cache, block_table, context_lens, out)
+        check_inputs(q, k_cache, v_cache, block_table, context_lens, out, self.kv_dtypes)
+        check_scales(k_cache, k_scale, v_scale)
         if out is None:
             out = torch.empty_like(q)
-        out.copy_(
-            attend(q, k_cache, v_cache, block_table, context_lens, scale, compute_dtype or _at_least_fp32(q))
-        )
-        return out
+        compute_dtype = compute_dtype or _at_least_fp32(q)
+        caches = (k_cache, v_cache, block_table, context_lens)
+        return out.copy_(attend(q, *caches, scale, compute_dtype, k_scale, v_scale))
 
 
 def attend(
@@ -52,6 +60,8 @@ def attend(
     context_lens: Tensor,
     scale: float | None,
     compute_dtype: torch.dtype,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """The attention itself, [batch, num_q_heads, head_dim] in compute_dtype."""
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
@@ -63,8 +73,11 @@ def attend(
             continue
         num_blocks = -(-context_len // block_size)
         blocks = block_table[row, :num_blocks].long()
-        keys = k_cache[blocks].flatten(0, 1)[:context_len].to(compute_dtype)
-        values = v_cache[blocks].flatten(0, 1)[:context_len].to(compute_dtype)
+        keys, values = (
+            cache[blocks].flatten(0, 1)[:context_len].to(compute_dtype) for cache in (k_cache, v_cache)
+        )
+        if k_scale is not None and v_scale is not None:
+            keys, values = keys * k_scale[:, None], values * v_scale[:, None]
         for kv_head in range(num_kv_heads):
             heads = slice(kv_head * group_size, (kv_head + 1) * group_size)
             scores = q[row, heads].to(compute_dtype) @ keys[:, kv_head].T * scale

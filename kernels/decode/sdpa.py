@@ -30,9 +30,10 @@ class SdpaDecode(DecodeKernel):
     name = "sdpa"
 
     def supports(self, problem: DecodeProblem) -> str | None:
-        return (
-            None if problem.contiguous else "sdpa needs contiguous KV of equal lengths (problem.contiguous)"
-        )
+        reason = super().supports(problem)
+        if reason is None and not problem.contiguous:
+            reason = "sdpa needs contiguous KV of equal lengths (problem.contiguous)"
+        return reason
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
         return {"contiguous_len": problem.max_context_len} if problem.contiguous else {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels import decode
 from kernels.decode import DecodeProblem
+from kernels.fp8_cache import quantise_cache
 
 # What table entries past the context hold: none may be used as a block.
 GARBAGE = (-1, 2**31 - 1, 10**9)
@@ -35,9 +36,9 @@ class Case:
         _, block_size, num_kv_heads, head_dim = self.k_cache.shape
         batch_size, num_q_heads = self.q.shape[:2]
         longest = int(self.context_lens.max())
-        return DecodeProblem(
-            batch_size, num_q_heads, num_kv_heads, head_dim, block_size, longest, self.q.dtype, self.q.device
-        )
+        heads = (num_q_heads, num_kv_heads, head_dim)
+        place = (self.q.dtype, self.q.device)
+        return DecodeProblem(batch_size, *heads, block_size, longest, *place, kv_dtype=self.k_cache.dtype)
 
 
 def make_case(
@@ -96,11 +97,21 @@ def make_case(
     return Case(q, k_cache, v_cache, table, lens, out)
 
 
-def expected(case: Case, scale: float | None = None) -> Tensor:
-    """The oracle's answer in fp64, from inputs as they are."""
-    q = case.q.double()
+def quantised(case: Case) -> tuple[Case, dict[str, Tensor]]:
+    """The case with caches in fp8, halves of each block of one buffer, and the options that go with them.
+
+    NaN stays NaN on a GPU; the interpreter reads it as 480, which is beyond every value there is.
+    """
+    (keys, k_scale), (values, v_scale) = quantise_cache(case.k_cache), quantise_cache(case.v_cache)
+    kv = torch.stack([keys, values], 1)
+    return replace(case, k_cache=kv[:, 0], v_cache=kv[:, 1]), {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def expected(case: Case, scale: float | None = None, **scales: Tensor) -> Tensor:
+    """The oracle's answer in fp64, from inputs as they are. scales: of caches in fp8."""
+    caches = [cache if scales else cache.double() for cache in (case.k_cache, case.v_cache)]
     return decode.get("reference")(
-        q, case.k_cache.double(), case.v_cache.double(), case.block_table, case.context_lens, scale
+        case.q.double(), *caches, case.block_table, case.context_lens, scale, **scales
     )
 
 

@@ -22,6 +22,16 @@ def test_decode_attention_as_worked_out() -> None:
     assert cost.bytes == 134217728 + queries + table + lengths
 
 
+def test_decode_over_an_fp8_cache_reads_half_the_keys_and_two_scales_a_head() -> None:
+    same, small = (
+        costs.decode_attention([4096] * 8, 16, 8, 128, BF16, 16, kv_dtype=kv_dtype)
+        for kv_dtype in (BF16, torch.float8_e4m3fn)
+    )
+    assert same == costs.decode_attention([4096] * 8, 16, 8, 128, BF16, 16)
+    assert same.bytes - small.bytes == 134217728 // 2 - 2 * 8 * 4
+    assert same.flops == small.flops
+
+
 def test_ragged_decode_counts_actual_lengths() -> None:
     parts = [costs.decode_attention([n], 4, 2, 64, BF16, 16) for n in (0, 1, 17)]
     assert sum(parts, Cost(0, 0)) == costs.decode_attention([0, 1, 17], 4, 2, 64, BF16, 16)
