@@ -10,7 +10,9 @@ import torch
 from kernels import decode
 from kernels.decode import DecodeKernel, DecodeProblem
 from kernels.decode.launch import TritonDecodeKernel
-from tests.kernels.decode_cases import Case, expected, make_case, worst_error
+from kernels.fp8_cache import FP8
+from tests.kernels.decode_cases import GARBAGE, Case, expected, make_case, quantised, worst_error
+from tests.kernels.test_shared_prefix import shared_case
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +22,10 @@ KERNELS = [
     name for name in decode.names() if name != "reference" and decode.get(name).supports(PROBLEM) is None
 ]
 TRITON_KERNELS = [name for name in KERNELS if isinstance(decode.get(name), TritonDecodeKernel)]
+# Take any head_dim up to 256, any group and any block size.
+GENERAL = {"torch", "single_pass", "split_kv", "split_kv_fused", "fixed_split", "stream_k", "shared_prefix"}
+# Those whose scratch grows with num_splits.
+SPLIT_KERNELS = {"split_kv", "split_kv_fused", "split_kv_tma", "fixed_split", "shared_prefix"}
 HEADS = [(64, 8), (32, 8), (16, 8), (14, 2), (8, 8), (9, 3)]
 RAGGED = [1, 0, 15, 16, 17, 255, 256, 257, 1000, 4096, 40_000]
 
@@ -40,24 +46,32 @@ def run(kernel: DecodeKernel, case: Case, **options: object) -> torch.Tensor:
     return kernel(*case.inputs, out=case.out, workspace=workspace, **options)
 
 
+def check_all(case: Case) -> None:
+    """All kernels that take the case, on one pool and one oracle: poisoned out, pool and scratch, garbage in tables."""
+    reference = expected(case)
+    names = [name for name in KERNELS if decode.get(name).supports(case.problem) is None]
+    assert GENERAL.issubset(names)
+    for name in names:
+        case.out.fill_(float("nan"))
+        assert worst_error(run(decode.get(name), case), reference) < TOLERANCE[case.q.dtype], name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_ragged_contexts(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-    """All kernels on one case, so that its pool and its oracle are made once."""
-    case = make_case(RAGGED, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device=CUDA)
-    reference = expected(case)
-    for name in KERNELS:
-        case.out.fill_(float("nan"))
-        assert worst_error(run(decode.get(name), case), reference) < TOLERANCE[dtype], name
+    check_all(
+        make_case(RAGGED, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device=CUDA)
+    )
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("heads", [(2, 2), (5, 1), (14, 2), (16, 2), (8, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [80, 96, 256])
-def test_other_head_dims(name: str, head_dim: int) -> None:
-    case = make_case([3000, 0, 77], heads=(8, 2), head_dim=head_dim, dtype=torch.bfloat16, device=CUDA)
-    assert worst_error(run(decode.get(name), case), expected(case)) < TOLERANCE[torch.bfloat16]
+def test_other_head_dims(head_dim: int, heads: tuple[int, int], strided: bool) -> None:
+    shape = {"heads": heads, "head_dim": head_dim, "strided": strided}
+    check_all(make_case([3000, 0, 77, 16, 33], **shape, dtype=torch.bfloat16, device=CUDA))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -68,9 +82,11 @@ def test_other_groups(name: str, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("block_size", [16, 256])
-def test_strided_views(name: str, block_size: int) -> None:
-    case = make_case([1000, 0, 77], block_size=block_size, dtype=torch.bfloat16, device=CUDA, strided=True)
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("heads", [(4, 2), (5, 5), (7, 1), (64, 8)], ids=str)
+def test_strided_views(name: str, heads: tuple[int, int], block_size: int) -> None:
+    shape = {"heads": heads, "block_size": block_size, "strided": True}
+    case = make_case([1000, 0, 77], **shape, dtype=torch.bfloat16, device=CUDA)
     assert worst_error(run(decode.get(name), case), expected(case)) < TOLERANCE[torch.bfloat16]
     around = case.out._base
     assert around is not None
@@ -87,16 +103,83 @@ def test_fp32_is_exact_to_fp32(name: str, heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_offsets_past_2_to_31(name: str) -> None:
-    """Keys, values, or both lie more than 2^31 elements into one buffer."""
-    block_size, heads, head_dim = 16, 8, 128
-    num_blocks = 2**31 // (block_size * heads * head_dim) + 64
-    kv = torch.empty(num_blocks, 2, block_size, heads, head_dim, dtype=torch.bfloat16, device=CUDA)
-    small = make_case([500], heads=(16, 8), head_dim=head_dim, dtype=torch.bfloat16, device=CUDA)
+    """Keys and values lie more than 2^31 elements into one poisoned buffer."""
+    small = make_case([500, 0], heads=(16, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA)
+    shape = small.k_cache.shape[1:]
+    num_blocks = 2**31 // shape.numel() + 64
+    kv = torch.full((num_blocks, 2, *shape), float("nan"), dtype=torch.bfloat16, device=CUDA)
     used = small.block_table[0, :32].long()
     last = torch.arange(num_blocks - 32, num_blocks, device=CUDA)
     kv[last, 0], kv[last, 1] = small.k_cache[used], small.v_cache[used]
-    out = decode.get(name)(small.q, kv[:, 0], kv[:, 1], last.int()[None], small.context_lens)
-    assert worst_error(out, expected(small)) < TOLERANCE[torch.bfloat16]
+    table = torch.tensor(GARBAGE, dtype=torch.int32, device=CUDA).repeat(2, 12)[:, :34]
+    table[0, :32] = last.int()
+    far = replace(small, k_cache=kv[:, 0], v_cache=kv[:, 1], block_table=table)
+    assert worst_error(run(decode.get(name), far), expected(small)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name in SPLIT_KERNELS])
+def test_scratch_past_2_to_31(name: str) -> None:
+    """272 rows of 64 heads in 1,024 splits: the last 16 rows' partial outputs lie past 2^31 elements."""
+    num_splits, rows = 1024, 272
+    case = make_case(
+        [33] * (rows - 1) + [300], heads=(64, 8), head_dim=128, dtype=torch.bfloat16, device=CUDA
+    )
+    assert (rows - 16) * 64 * num_splits * 128 >= 2**31
+    workspace = torch.full((rows * 64 * num_splits * 129 + 2**20,), float("nan"), device=CUDA)
+    decode.get(name)(*case.inputs, out=case.out, workspace=workspace, num_splits=num_splits)
+    assert worst_error(case.out, expected(case)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [((64, 8), 128), ((8, 8), 128), ((5, 1), 80), ((14, 2), 96), ((16, 2), 256)],
+    ids=str,
+)
+def test_shared_prefix(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """The cascade itself: rows longer than the prefix, as long, shorter and empty, planned and poisoned as above."""
+    case = shared_case(
+        [3000, 2048, 0, 2049, 777, 4000],
+        2048,
+        heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=CUDA,
+    )
+    kernel = decode.get("shared_prefix")
+    problem = replace(case.problem, shared_prefix_len=2048)
+    workspace = kernel.workspace(problem, CUDA)
+    assert workspace is not None
+    workspace.fill_(float("nan"))
+    plan = kernel.plan(problem)
+    assert plan["prefix_len"] == 2048
+    kernel(*case.inputs, out=case.out, workspace=workspace, **plan)
+    assert worst_error(case.out, expected(case)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", [name for name in TRITON_KERNELS if FP8 in decode.get(name).kv_dtypes])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((64, 8), 128), ((8, 8), 64), ((5, 1), 80), ((14, 2), 96)], ids=str
+)
+def test_fp8_cache(
+    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype, name: str
+) -> None:
+    """Against the oracle on the same fp8 values, each head with its own scale; NaN wherever no token is."""
+    shape = {"heads": heads, "head_dim": head_dim, "block_size": block_size}
+    case = make_case(RAGGED, **shape, dtype=dtype, device=CUDA)
+    case.k_cache[:, :, 0] *= 2
+    case.v_cache[:, :, -1] *= 30
+    case, scales = quantised(case)
+    for prefetch in (False, True):
+        case.out.fill_(float("nan"))
+        out = run(decode.get(name), case, prefetch=prefetch, **scales)
+        assert worst_error(out, expected(case, **scales)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", KERNELS)
