@@ -16,6 +16,7 @@ from experiments.settings import Variant
 from kernels import costs, decode
 from kernels.costs import Cost
 from kernels.decode.reference import attend
+from kernels.fp8_cache import quantise_cache
 
 # Blocks of the pool for each one that the contexts use: block tables are shuffled over all of it.
 POOL_FACTOR = 1.25
@@ -23,13 +24,21 @@ POOL_FACTOR = 1.25
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What a decode kernel reads. Slots that hold no token of any context are NaN."""
+    """What a decode kernel reads. Slots that hold no token of any context are NaN. Scales: of caches in fp8."""
 
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
     context_lens: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """Options of a kernel that reads fp8; none for other caches."""
+        found = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: scale for name, scale in found.items() if scale is not None}
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class DecodeBench:
     """Decode attention of `context_lens` (a host tuple, one a row) and the variants to compare on it.
 
     contiguous: each row's blocks in order, row after row, instead of shuffled. shared_prefix_len: tokens in whole
-    blocks that every row begins with. Both as DecodeProblem means them.
+    blocks that every row begins with. Both as DecodeProblem means them. kv_dtype: "float8_e4m3fn" for caches
+    quantised with a scale a KV head; kernels are then compared with the reference on the same fp8 values.
     """
 
     context_lens: tuple[int, ...]
@@ -50,6 +60,7 @@ class DecodeBench:
     variants: Sequence[Variant]
     contiguous: bool = False
     shared_prefix_len: int = 0
+    kv_dtype: str | None = None
 
     @cached_property
     def problem(self) -> decode.DecodeProblem:
@@ -64,7 +75,12 @@ class DecodeBench:
             device=self.device,
             contiguous=self.contiguous,
             shared_prefix_len=self.shared_prefix_len,
+            kv_dtype=self._kv_dtype,
         )
+
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return getattr(torch, self.kv_dtype or self.dtype)
 
     @property
     def cost(self) -> Cost:
@@ -76,9 +92,10 @@ class DecodeBench:
             self.head_dim,
             self.problem.dtype,
             self.block_size,
+            kv_dtype=self._kv_dtype,
         )
         prefix_bytes = costs.kv_bytes(
-            self.shared_prefix_len, self.num_kv_heads, self.head_dim, self.problem.dtype
+            self.shared_prefix_len, self.num_kv_heads, self.head_dim, self._kv_dtype
         )
         return Cost(apart.bytes - (len(self.context_lens) - 1) * prefix_bytes, apart.flops)
 
@@ -116,7 +133,10 @@ class DecodeBench:
         q_shape = (len(counts), self.num_q_heads, self.head_dim)
         q = torch.randn(q_shape, generator=generator, device=device, dtype=dtype)
         lens = torch.tensor(self.context_lens, dtype=torch.int32, device=device)
-        return DecodeInputs(q, k_cache, v_cache, table, lens)
+        if self.kv_dtype is None:
+            return DecodeInputs(q, k_cache, v_cache, table, lens)
+        (k_cache, k_scale), (v_cache, v_scale) = quantise_cache(k_cache), quantise_cache(v_cache)
+        return DecodeInputs(q, k_cache, v_cache, table, lens, k_scale, v_scale)
 
     def reference(self, inputs: DecodeInputs) -> Sequence[Tensor]:
         return [
@@ -128,6 +148,7 @@ class DecodeBench:
                 inputs.context_lens,
                 None,
                 torch.float32,
+                **inputs.scales,
             )
         ]
 
@@ -142,7 +163,7 @@ class DecodeBench:
             plan = kernel.plan(self.problem)
             plan_us = 1e6 * (time.perf_counter() - start)  # prepare is no part of it: few kernels have one
             plan |= kernel.prepare(self.problem, inputs.block_table, inputs.context_lens)
-            plan |= variant.options
+            plan |= inputs.scales | dict(variant.options)
             workspace = kernel.workspace(self.problem, self.device)
             return BoundCall(_call(kernel, inputs, plan, workspace), plan_us)
 
@@ -156,9 +177,11 @@ class DecodeBench:
                 self.dtype,
                 self.device,
                 (),
+                kv_dtype=self.kv_dtype,
             )
             inputs = tiny.make_inputs(torch.Generator(device=self.device).manual_seed(0))
-            kernel(inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_table, inputs.context_lens)
+            caches = (inputs.k_cache, inputs.v_cache, inputs.block_table, inputs.context_lens)
+            kernel(inputs.q, *caches, **inputs.scales)
 
         return Candidate(
             name=variant.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from experiments.suites.protocol import Point, PointContext, Suite
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+
+KV_DTYPES = ("auto", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class DecodeKernelOptions:
     ragged: bool
     contiguous: bool
     shared_prefix: float
+    kv_dtype: str
     cache_states: Any
     max_interpreted_tokens: int
 
@@ -43,6 +48,9 @@ class DecodeKernelOptions:
         options.flag("ragged", self.ragged)
         options.flag("contiguous", self.contiguous)
         options.fraction("shared_prefix", self.shared_prefix)
+        if not isinstance(self.kv_dtype, str):
+            raise ValueError(f"bench.kv_dtype must be one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
+        options.choices("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.contiguous and (self.ragged or self.shared_prefix):
             raise ValueError("bench.contiguous excludes bench.ragged and bench.shared_prefix")
         options.positive("max_interpreted_tokens", self.max_interpreted_tokens)
@@ -51,6 +59,7 @@ class DecodeKernelOptions:
 class DecodeKernel(Suite):
     name = "decode_kernel"
     options = DecodeKernelOptions
+    columns: Mapping[str, str] = {"kv_dtype": "string"}  # of the caches, where it is not dtype
 
     def points(self, settings: Settings) -> list[Point]:
         chosen = self.parse_options(settings)
@@ -70,6 +79,7 @@ class DecodeKernel(Suite):
                 ragged=chosen.ragged,
                 contiguous=chosen.contiguous,
                 shared_prefix=chosen.shared_prefix,
+                kv_dtype=None if chosen.kv_dtype == "auto" else chosen.kv_dtype,
             )
             for dtype, (
                 q_heads,
@@ -100,6 +110,7 @@ def kernel_point(
     ragged: bool = False,
     contiguous: bool = False,
     shared_prefix: float = 0.0,
+    kv_dtype: str | None = None,
     **columns: Any,
 ) -> Point:
     """A comparison of decode kernels at one shape; its identity holds all that its rows depend on."""
@@ -115,6 +126,8 @@ def kernel_point(
         "samples": settings.size.samples,
         "seed": settings.seed,
     }
+    if kv_dtype is not None:
+        params["kv_dtype"] = kv_dtype
     return Point(suite, params)
 
 
@@ -146,6 +159,7 @@ def measure_decode(
         head_dim=params["head_dim"],
         block_size=params["block_size"],
         dtype=params["dtype"],
+        kv_dtype=params.get("kv_dtype"),
         device=context.device,
         variants=context.settings.variants,
     )

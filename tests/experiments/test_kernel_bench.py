@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from experiments import suites
 from experiments.decode_bench import DecodeBench
 from experiments.kernel_bench import measure, relative_error
 from experiments.roofline import Ceilings
@@ -15,6 +17,7 @@ from experiments.settings import Settings, Variant, resolve
 from experiments.suites import Point, PointContext
 from kernels import decode
 from kernels.decode import DecodeKernel
+from tests.experiments import test_conf as conf
 from tests.experiments.fake_run import composed
 
 
@@ -55,12 +58,16 @@ def faulty_kernels() -> Iterator[None]:
 
 
 def measured(
-    variants: list[Variant], tmp_path: Any, limit: int = 512, dtype: str = "float32"
+    variants: list[Variant],
+    tmp_path: Any,
+    limit: int = 512,
+    dtype: str = "float32",
+    kv_dtype: str | None = None,
 ) -> list[dict[str, Any]]:
     settings = Settings.parse(resolve(composed([], root=tmp_path), tmp_path))
     point = Point("s", {"level": "kernel", "dtype": dtype, "batch_size": 2, "context_len": 40})
     context = PointContext(settings, torch.device("cpu"), Ceilings(1e9, {dtype: 1e9}), "r", "cpu")
-    bench = DecodeBench((40, 17), 4, 2, 32, 16, dtype, torch.device("cpu"), variants)
+    bench = DecodeBench((40, 17), 4, 2, 32, 16, dtype, torch.device("cpu"), variants, kv_dtype=kv_dtype)
     return measure(bench, point, context, cache_states=("cold", "hot"), max_interpreted_size=limit)
 
 
@@ -120,6 +127,31 @@ def test_options_of_a_variant_reach_the_kernel(tmp_path: Any) -> None:
     (row,) = measured([Variant("odd", "torch", options={"no_such_option": 1})], tmp_path)
     assert row["status"] == "error"
     assert "no_such_option" in row["error"]
+
+
+def test_fp8_caches_go_to_the_kernels_that_read_them_with_their_scales(tmp_path: Any) -> None:
+    variants = [Variant(name, name) for name in ("torch", "split_kv", "reference")]
+    rows = measured(variants, tmp_path, kv_dtype="float8_e4m3fn")
+    first = {row["variant"]: row for row in reversed(rows)}
+    assert first["torch"]["status"] == "unsupported"
+    assert "kv_dtype is torch.float8_e4m3fn" in first["torch"]["error"]
+    assert first["reference"]["status"] == "ok"
+    assert first["split_kv"]["max_rel_err"] < 1e-4
+    # 57 tokens of 2 KV heads, K and V: three bytes less for each element, two scales a head more.
+    (wide, *_) = measured([Variant("torch", "torch")], tmp_path)
+    assert wide["bytes"] - first["reference"]["bytes"] == 57 * 2 * 2 * 32 * 3 - 2 * 2 * 4
+
+
+def test_the_suite_asks_for_fp8_by_name() -> None:
+    def points(*overrides: str) -> list[Point]:
+        config = conf.composed("+suite=decode_kernel", "device=cpu", "size=smoke", *overrides)
+        return suites.get("decode_kernel").points(Settings.parse(resolve(config, Path.cwd())))
+
+    assert {point.params.get("kv_dtype") for point in points()} == {None}
+    fp8 = points("bench.kv_dtype=float8_e4m3fn")
+    assert {point.params["kv_dtype"] for point in fp8} == {"float8_e4m3fn"}
+    with pytest.raises(ValueError, match=r"kv_dtype must be among auto, float8_e4m3fn, got 'int4'"):
+        points("bench.kv_dtype=int4")
 
 
 def test_inputs_are_shuffled_over_a_larger_pool_and_nan_where_no_token_is() -> None:
