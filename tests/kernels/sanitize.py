@@ -1,0 +1,210 @@
+"""One small, checked launch of every Triton kernel, for NVIDIA's compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.kernels.sanitize
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.kernels.sanitize
+    python -m tests.kernels.sanitize --list                       # the names
+    python -m tests.kernels.sanitize split_kv prefill             # those with such a part in their name
+
+Prints each name before it runs, so that the tool's report stands below what it is about; the exit code is 1 if a
+result is wrong. On a GPU every tensor is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING): within torch's
+pool memcheck would see no overrun. Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read at the first import of triton, below
+
+from kernels import decode, prefill
+from kernels.activation import silu_mul
+from kernels.decode.launch import TritonDecodeKernel
+from kernels.fp8_cache import FP8
+from kernels.kv_write import write_kv
+from kernels.linear import few_rows_linear, linear
+from kernels.norm import add_rms_norm, rms_norm
+from kernels.qk_norm_rope_write import qk_norm_rope_write
+from kernels.rope import apply_rope
+from kernels.sampling import greedy, sample
+from kernels.triton_support import INTERPRETING
+from tests.kernels import prefill_case
+from tests.kernels.decode_cases import expected, make_case, quantised, worst_error
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float16  # computed by the interpreter as by a GPU
+CONTEXT_LENS = [33, 0, 17, 130]
+EPS = 1e-6
+
+Run = Callable[[], float]
+"""Launches, waits, and answers with the error, which should be below TOLERANCE."""
+
+TOLERANCE = 4e-3
+
+
+def run_decode(name: str, shared_prefix_len: int = 0, fp8: bool = False, **options: Any) -> float:
+    """A planned call (several splits) with poisoned scratch; the rows of a shared prefix begin with the same blocks."""
+    kernel = decode.get(name)
+    lens = [length + shared_prefix_len for length in CONTEXT_LENS]
+    case = make_case(lens, heads=(14, 2), head_dim=64, dtype=DTYPE, device=DEVICE, strided=not fp8)
+    case.block_table[:, : shared_prefix_len // 16] = case.block_table[-1, : shared_prefix_len // 16].clone()
+    scales: dict[str, Tensor] = {}
+    if fp8:
+        case, scales = quantised(case)
+    problem = replace(case.problem, shared_prefix_len=shared_prefix_len)
+    workspace = kernel.workspace(problem, DEVICE)
+    if workspace is not None:
+        workspace.fill_(float("nan"))
+    kernel(*case.inputs, out=case.out, workspace=workspace, **(kernel.plan(problem) | options), **scales)
+    return worst_error(case.out, expected(case, **scales))
+
+
+def decode_runs() -> dict[str, Run]:
+    names = [name for name in decode.available(DEVICE) if isinstance(decode.get(name), TritonDecodeKernel)]
+    runs: dict[str, Run] = {f"decode {name}": lambda name=name: run_decode(name) for name in names}
+    # Options that launch other programs.
+    runs["decode split_kv, one split"] = lambda: run_decode("split_kv", num_splits=1)
+    runs["decode split_kv, prefetch"] = lambda: run_decode("split_kv", prefetch=True)
+    runs["decode shared_prefix, with one"] = lambda: run_decode("shared_prefix", shared_prefix_len=128)
+    if not INTERPRETING:
+        runs["decode split_kv_fused, cooperative"] = lambda: run_decode("split_kv_fused", cooperative=True)
+    for name in names:
+        if FP8 in decode.get(name).kv_dtypes:
+            runs[f"decode {name}, fp8 cache"] = lambda name=name: run_decode(name, fp8=True)
+    return runs
+
+
+def run_prefill(query_lens: Sequence[int], context_lens: Sequence[int]) -> float:
+    case = prefill_case.make_case(query_lens, context_lens, num_q_heads=6, dtype=DTYPE, device=DEVICE)
+    out = prefill.get("triton")(*case.args, out=case.untouched_out())
+    return worst_error(out, case.expected())
+
+
+def against_torch(
+    make: Mapping[str, Tensor], run: Callable[[dict[str, Tensor], bool], tuple[Tensor, ...]]
+) -> float:
+    """The Triton path's outputs against the torch path's, each on its own copy of the inputs."""
+    outputs = [run({name: t.clone() for name, t in make.items()}, use_triton) for use_triton in (True, False)]
+    return max(worst_error(mine[None], torchs[None].double()) for mine, torchs in zip(*outputs))
+
+
+def elementwise_runs() -> dict[str, Run]:
+    tokens, hidden, heads, kv_heads, dim, vocab = 5, 96, 6, 2, 64, 9000
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, DTYPE)
+
+    angles = torch.rand(50, dim // 2, generator=generator, dtype=torch.float32)
+    inputs = {
+        "x": normal(tokens, hidden),
+        "residual": normal(tokens, hidden),
+        "weight": normal(hidden),
+        "gate_up": normal(tokens, 2 * hidden),
+        "qkv": normal(tokens, heads + 2 * kv_heads, dim),
+        "norm": normal(dim),
+        "cos_sin": torch.stack([angles.cos(), angles.sin()], 1).to(DEVICE),
+        "positions": torch.tensor([0, 49, 7, 7, 3], device=DEVICE),
+        "k_cache": normal(3, 4, kv_heads, dim),
+        "v_cache": normal(3, 4, kv_heads, dim),
+        "slots": torch.tensor([11, 0, -1, 5, 2], device=DEVICE),  # the last slot, and padding
+        "matrix": normal(70, hidden),
+        "logits": normal(3, vocab),
+        "temperature": torch.tensor([0.0, 0.7, 1.0], device=DEVICE),
+        "top_k": torch.tensor([-1, 20, 5], device=DEVICE),
+        "top_p": torch.tensor([1.0, 1.0, 0.9], device=DEVICE),
+        "uniform": torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64, device=DEVICE),
+    }
+
+    def heads_of(t: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return t["qkv"].split([heads, kv_heads, kv_heads], dim=1)
+
+    def rope(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
+        q, k, _ = heads_of(t)
+        apply_rope(q, k, t["positions"], t["cos_sin"], use_triton=use_triton)
+        return q, k
+
+    def kv_write(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
+        _, k, v = heads_of(t)
+        write_kv(k, v, t["k_cache"], t["v_cache"], t["slots"], use_triton=use_triton)
+        return t["k_cache"], t["v_cache"]
+
+    def fused(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
+        rest = (
+            t["norm"],
+            t["norm"],
+            EPS,
+            t["positions"],
+            t["cos_sin"],
+            t["k_cache"],
+            t["v_cache"],
+            t["slots"],
+        )
+        qk_norm_rope_write(*heads_of(t), *rest, use_triton=use_triton)
+        return heads_of(t)[0], t["k_cache"], t["v_cache"]
+
+    def row_times_matrix(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
+        x, matrix = t["x"][:3], t["matrix"]
+        return (few_rows_linear(x, matrix, None) if use_triton else linear(x, matrix, use_triton=False),)
+
+    def sampling(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
+        parameters = (t[name] for name in ("temperature", "top_k", "top_p", "uniform"))
+        return (sample(t["logits"], *parameters, use_triton=use_triton),)
+
+    operations: dict[str, Callable[[dict[str, Tensor], bool], tuple[Tensor, ...]]] = {
+        "rms_norm": lambda t, use: (rms_norm(t["x"], t["weight"], EPS, use_triton=use),),
+        "add_rms_norm": lambda t, use: add_rms_norm(t["x"], t["residual"], t["weight"], EPS, use_triton=use),
+        "silu_mul": lambda t, use: (silu_mul(t["gate_up"], use_triton=use),),
+        "rope": rope,
+        "write_kv": kv_write,
+        "qk_norm_rope_write": fused,
+        "few_rows_linear": row_times_matrix,
+        "greedy": lambda t, use: (greedy(t["logits"], use_triton=use),),
+        "sample": sampling,
+    }
+    return {
+        f"elementwise {name}": lambda run=run: against_torch(inputs, run) for name, run in operations.items()
+    }
+
+
+def all_runs() -> dict[str, Run]:
+    """Every run by name, in the order in which main takes them."""
+    return {
+        **decode_runs(),
+        "prefill triton, chunks of prompts": lambda: run_prefill([5, 0, 40], [20, 3, 90]),
+        "prefill triton, one token": lambda: run_prefill([1], [70]),
+        **elementwise_runs(),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 if every chosen run gave the right result, 1 if one did not, 2 if none was chosen."""
+    runs = all_runs()
+    if arguments == ["--list"]:
+        print("\n".join(runs))
+        return 0
+    chosen = [name for name in runs if not arguments or any(part in name for part in arguments)]
+    if not chosen:
+        print(f"nothing is called {' or '.join(arguments)}; there is: {', '.join(runs)}")
+        return 2
+    wrong = 0
+    for name in chosen:
+        print(f"{name} ...", flush=True)
+        error = runs[name]()
+        wrong += not error < TOLERANCE
+        print(f"{name}: {'ok' if error < TOLERANCE else 'WRONG'}, error {error:.1e}", flush=True)
+    print(f"{len(chosen)} runs on {DEVICE}, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    # Read at the first allocation; in a test process it would slow down, and break, what others do.
+    os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    sys.exit(main(sys.argv[1:]))
