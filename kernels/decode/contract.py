@@ -27,6 +27,8 @@ class DecodeProblem:
     contiguous: each row's blocks follow one another in the pool, row after row, max_blocks a row, and every context is
     max_context_len; for kernels that know no paging.
     kv_dtype: of the caches, where it is not `dtype`, which is then that of q and out alone.
+    mean_context_len: about how long the contexts are on average, for plans of ragged batches; None: all are
+    max_context_len. It may make a call faster, never wrong.
     """
 
     batch_size: int
@@ -40,6 +42,7 @@ class DecodeProblem:
     shared_prefix_len: int = 0
     contiguous: bool = False
     kv_dtype: torch.dtype | None = None
+    mean_context_len: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "num_q_heads", "num_kv_heads", "head_dim", "block_size"):
@@ -51,6 +54,11 @@ class DecodeProblem:
             raise ValueError(
                 f"shared_prefix_len is {self.shared_prefix_len}, "
                 f"expected 0 to max_context_len {self.max_context_len}"
+            )
+        mean = self.mean_context_len
+        if mean is not None and not 0 <= mean <= self.max_context_len:
+            raise ValueError(
+                f"mean_context_len is {mean}, expected 0 to max_context_len {self.max_context_len}"
             )
         if self.kv_dtype == self.dtype:
             object.__setattr__(self, "kv_dtype", None)  # one form for each problem

@@ -130,7 +130,13 @@ class SharedPrefixDecode(TritonDecodeKernel):
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
         shape = TileShape.of(problem)
         prefix_len = problem.shared_prefix_len // shape.tile * shape.tile
-        rest = replace(problem, max_context_len=problem.max_context_len - prefix_len, shared_prefix_len=0)
+        mean = problem.mean_context_len
+        rest = replace(
+            problem,
+            max_context_len=problem.max_context_len - prefix_len,
+            mean_context_len=None if mean is None else max(0, mean - prefix_len),
+            shared_prefix_len=0,
+        )
         return {
             "prefix_len": prefix_len,
             "prefix_splits": _prefix_splits(problem, prefix_len, shape.tile),

@@ -234,7 +234,15 @@ def test_misfit_is_a_value_error(name: str, change: object, message: str, device
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("batch_size", 0), ("num_q_heads", 5), ("max_context_len", -1), ("block_size", 0)]
+    ("field", "value"),
+    [
+        ("batch_size", 0),
+        ("num_q_heads", 5),
+        ("max_context_len", -1),
+        ("block_size", 0),
+        ("mean_context_len", 10),
+        ("mean_context_len", -1),
+    ],
 )
 def test_problem_is_checked(field: str, value: int) -> None:
     valid = DecodeProblem(1, 4, 2, 8, 4, 9, torch.float32, torch.device("cpu"))

@@ -101,7 +101,10 @@ def test_workspace_serves_every_smaller_problem(
     problem = DecodeProblem(batch_size, *heads, 128, 16, context, torch.bfloat16, torch.device("cpu"))
     workspace = shared_prefix.workspace(problem, torch.device("meta"))
     small = dataclasses.replace(
-        problem, batch_size=min(batch_size, smaller), shared_prefix_len=int(share * context)
+        problem,
+        batch_size=min(batch_size, smaller),
+        shared_prefix_len=int(share * context),
+        mean_context_len=context // 2,
     )
     plan = shared_prefix.plan(small)
     splits = plan["num_splits"] + (plan["prefix_splits"] if plan["prefix_len"] else 0)
