@@ -31,7 +31,12 @@ def checkpoint(request, tmp_path_factory):
 @pytest.mark.parametrize("decode", [*TRITON_KERNELS, "torch", "reference"])
 @pytest.mark.parametrize(
     ("budget", "policy", "num_kv_blocks", "enforce_eager"),
-    [(64, "mixed", 30, False), (8192, "prefill_first", 400, False), (8192, "mixed", 400, True)],
+    [
+        (64, "mixed", 30, False),
+        (8192, "prefill_first", 400, False),
+        (8192, "mixed", 400, True),
+        (64, "mixed", 30, True),
+    ],
 )
 def test_fp32_ids_equal_transformers(checkpoint, decode, budget, policy, num_kv_blocks, enforce_eager):
     directory, prompts, expected = checkpoint
@@ -83,18 +88,33 @@ def test_half_precision_logprobs_are_close_to_transformers(checkpoint, dtype):
 
 def test_the_pool_is_sized_from_free_memory():
     model = QWEN3 | {"max_position_embeddings": 40_960, "num_hidden_layers": 16, "head_dim": 128}
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
     with LLM(model, load_format="dummy", dtype="bfloat16", device="cuda", gpu_memory_utilization=0.3) as llm:
         blocks = llm.engine.block_manager.num_blocks
         assert llm.runner.kv_cache.shape[2] == blocks
-        total = torch.cuda.get_device_properties(0).total_memory
         reserved = torch.cuda.memory_reserved()
-        assert 0.2 * total < reserved < 0.3 * total
+        # What other processes hold when the engine starts is theirs; they may be tests that start and end meanwhile.
+        assert 0.2 * total - others < reserved < 0.3 * total
         prompts = [[i % 300] * 900 for i in range(64)]
         outputs = llm.generate(
             prompts, SamplingParams(max_tokens=4, top_k=50, ignore_eos=True), use_tqdm=False
         )
         assert all(len(output.token_ids) == 4 for output in outputs)
         assert torch.cuda.max_memory_reserved() < 0.31 * total
+
+
+def test_engines_one_after_another_leave_nothing_behind():
+    """Graphs were captured on a stream each, and cuBLAS kept 32 MiB for every one of them."""
+    held = []
+    for _ in range(4):
+        with LLM(QWEN3, load_format="dummy", dtype="bfloat16", device="cuda", num_kv_blocks=200) as llm:
+            for count in (1, 2, 3, 5, 9):
+                llm.generate([[1, 2, 3]] * count, GREEDY, use_tqdm=False)
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_allocated())
+    assert held[3] - held[0] < 1_000_000
 
 
 def test_close_gives_the_memory_back():
