@@ -21,7 +21,7 @@ demo: setup
 
 # Two processes with one thread each: the models of the tests are too small to share among threads.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --benchmark-disable $(ARGS)
 
 # The same tests, a third slower, and the lines of the three packages that they ran.
 coverage:
