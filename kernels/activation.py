@@ -4,15 +4,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.dependent_launch import launch_options, start_after_previous
 from kernels.triton_support import on_device, tl, triton
 
 BLOCK = 1024
 
 
-def silu_mul(gate_up: Tensor, *, use_triton: bool) -> Tensor:
+def silu_mul(gate_up: Tensor, *, use_triton: bool, pdl: bool = False) -> Tensor:
     """silu(gate) * up, silu rounded to the input's dtype before the product, as Transformers does.
 
-    gate_up [tokens, 2 * intermediate], gate first; returns a new contiguous [tokens, intermediate].
+    gate_up [tokens, 2 * intermediate], gate first; returns a new contiguous [tokens, intermediate]. pdl: see
+    kernels/dependent_launch.py; of the Triton path alone.
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gate_up must be [tokens, 2 * intermediate], got shape {tuple(gate_up.shape)}")
@@ -25,13 +27,27 @@ def silu_mul(gate_up: Tensor, *, use_triton: bool) -> Tensor:
     if out.numel():
         with on_device(gate_up):
             _silu_mul_kernel[(tokens, triton.cdiv(intermediate, BLOCK))](
-                gate_up, out, gate_up.stride(0), INTERMEDIATE=intermediate, BLOCK=BLOCK, num_warps=4
+                gate_up,
+                out,
+                gate_up.stride(0),
+                INTERMEDIATE=intermediate,
+                BLOCK=BLOCK,
+                num_warps=4,
+                **launch_options(pdl),
             )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, stride_token, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    stride_token,
+    INTERMEDIATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
+    start_after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < INTERMEDIATE

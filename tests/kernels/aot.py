@@ -109,10 +109,14 @@ def _compile(launch: Launch, capability: int) -> tuple[int, int, int, str]:
 
     module, name = launch.kernel.split(":")
     function = getattr(importlib.import_module(module), name)
-    signature, attributes = {}, {}
+    signature, attributes, constexprs = {}, {}, dict(launch.constexprs)
     for index, parameter in enumerate(function.params):
         if parameter.name in launch.constexprs:
             signature[parameter.name] = "constexpr"
+            continue
+        if parameter.is_constexpr and parameter.has_default:
+            signature[parameter.name] = "constexpr"
+            constexprs[parameter.name] = parameter.default
             continue
         kind = launch.types.get(parameter.name, "i32")
         if parameter.is_constexpr:
@@ -126,7 +130,7 @@ def _compile(launch: Launch, capability: int) -> tuple[int, int, int, str]:
         raise ValueError(f"{launch.kernel} has no arguments {sorted(unknown)}")
     try:
         compiled = triton.compile(
-            ASTSource(function, signature, constexprs=dict(launch.constexprs), attrs=attributes),
+            ASTSource(function, signature, constexprs=constexprs, attrs=attributes),
             target=GPUTarget("cuda", capability, 32),
             options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
         )
