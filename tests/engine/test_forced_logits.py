@@ -1,0 +1,37 @@
+"""Teacher forcing through graphs: every replay writes over the logits of the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine import LLM
+from engine.execution.batch_state import SamplingKind
+from engine.scheduling.step import StepInput
+from tests.engine.checkpoints import QWEN3
+
+
+class OneBuffer:
+    """Replays as DecodeGraphs does: eager steps whose logits land in one and the same tensor."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._logits: torch.Tensor | None = None
+
+    def replay(
+        self, slots: tuple[int, ...], kind: SamplingKind, *contexts: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        length = self._runner.max_model_len
+        step = StepInput((), (), slots, length, length, ())
+        token_ids, logits = self._runner._run_eagerly(step, slots, kind)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        return token_ids, self._logits.copy_(logits)
+
+
+def test_forced_logits_are_those_of_their_own_step() -> None:
+    with LLM(QWEN3, load_format="dummy", dtype="float32", device="cpu", num_kv_blocks=20) as llm:
+        expected = llm.forced_logits([1, 2, 3], [4, 5, 6, 7])
+        llm.runner.graphs = OneBuffer(llm.runner)
+        torch.testing.assert_close(llm.forced_logits([1, 2, 3], [4, 5, 6, 7]), expected)
