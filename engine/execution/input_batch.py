@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from engine.execution.batch_state import BatchState
+from engine.execution.decode_plan import DecodePlan
 from engine.execution.upload import upload
-from engine.layers.attention_metadata import AttentionMetadata, KernelChoice
+from engine.layers.attention_metadata import AttentionMetadata
 from engine.scheduling.step import Chunk
 from kernels.decode import DecodeProblem
 from kernels.prefill import PrefillProblem
@@ -27,7 +27,9 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
 
-    def decode_problem(self, batch_size: int, max_context_len: int) -> DecodeProblem:
+    def decode_problem(
+        self, batch_size: int, max_context_len: int, mean_context_len: int | None = None
+    ) -> DecodeProblem:
         return DecodeProblem(
             batch_size=batch_size,
             num_q_heads=self.num_q_heads,
@@ -35,6 +37,7 @@ class AttentionShape:
             head_dim=self.head_dim,
             block_size=self.block_size,
             max_context_len=max_context_len,
+            mean_context_len=None if mean_context_len == max_context_len else mean_context_len,
             dtype=self.dtype,
             device=self.device,
         )
@@ -136,25 +139,19 @@ def join_rows(
     decodes: DecodeRows | None,
     chunks: ChunkRows | None,
     *,
-    shape: AttentionShape,
-    kernels: KernelChoice,
-    max_decode_context: int,
+    plan: DecodePlan | None,
+    device: torch.device,
 ) -> InputBatch:
-    """Decode rows first, then the chunks. max_decode_context: the longest context the decode kernel is planned for."""
+    """Decode rows first, then the chunks. plan: of the decode rows, if there are any."""
     parts = [rows for rows in (decodes, chunks) if rows is not None]
-    empty = torch.empty(0, dtype=torch.int32, device=shape.device)
-    plan: dict[str, Any] = {}
-    workspace = None
-    if decodes is not None:
-        problem = shape.decode_problem(len(decodes.input_ids), max_decode_context)
-        plan, workspace = kernels.decode.plan(problem), kernels.decode.workspace(problem, shape.device)
+    empty = torch.empty(0, dtype=torch.int32, device=device)
     metadata = AttentionMetadata(
         slot_mapping=_join([rows.slot_mapping for rows in parts]),
         num_decodes=len(decodes.input_ids) if decodes else 0,
         decode_block_table=decodes.block_table if decodes else empty[None, :],
         decode_context_lens=decodes.context_lens if decodes else empty,
-        decode_plan=plan,
-        decode_workspace=workspace,
+        decode_plan=plan.options if plan else {},
+        decode_workspace=plan.workspace() if plan else None,
         num_prefill_tokens=len(chunks.input_ids) if chunks else 0,
         prefill_block_table=chunks.block_table if chunks else empty[None, :],
         prefill_context_lens=chunks.ends.int() if chunks else empty,

@@ -15,6 +15,7 @@ from engine.execution import kv_cache
 from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKind
 from engine.execution.collective_timer import CollectiveTimer
 from engine.execution.cuda_graphs import DecodeGraphs
+from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
 from engine.execution.input_batch import AttentionShape, ChunkRows, DecodeRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
@@ -49,6 +50,7 @@ class ModelRunner:
             device=device,
         )
         self._check_kernels()
+        self._planner = DecodePlanner(self.kernels.decode, self.shape.decode_problem)
         started = time.perf_counter()
         self.model = load_model(
             source,
@@ -96,8 +98,8 @@ class ModelRunner:
         """Time this rank's collectives from now on."""
         self._collective_timer.start()
 
-    def stop_collective_timer(self) -> float:
-        """Seconds that they took since then: see CollectiveTimer."""
+    def stop_collective_timer(self) -> tuple[float, float]:
+        """Seconds that they took since then, and seconds since then: see CollectiveTimer."""
         return self._collective_timer.stop()
 
     def close(self) -> None:
@@ -158,7 +160,7 @@ class ModelRunner:
 
     def _new_graphs(self) -> DecodeGraphs:
         return DecodeGraphs(
-            self._decode_at_any_length, self.config.max_num_seqs, self.state.padding_slot, self.device
+            self._decode, self._planner, self.config.max_num_seqs, self.state.padding_slot, self.device
         )
 
     def _free_bytes_at_peak(self) -> int:
@@ -172,7 +174,9 @@ class ModelRunner:
         held_before = torch.cuda.memory_reserved(self.device)
         if self.graphs is not None:
             slots = tuple(range(self.graphs.largest))
-            self.graphs.replay(slots, self.state.sampling_kind(slots))
+            for mean in (self.max_model_len, self.max_model_len // MOST_RAGGED):  # which may take more splits
+                contexts = self._contexts(self.max_model_len, mean)
+                self.graphs.replay(slots, self.state.sampling_kind(slots), contexts)
         torch.cuda.synchronize(self.device)
         held_by_graphs = torch.cuda.memory_reserved(self.device) - held_before
         peak = torch.cuda.max_memory_allocated(self.device) - held_by_cache + held_by_graphs
@@ -196,7 +200,7 @@ class ModelRunner:
             new_blocks.append(NewBlocks(slot, 0, tuple(range(next_block, next_block + num_blocks))))
             chunks.append(Chunk(slot, 0, (0,) * num_tokens, True))
             next_block += num_blocks
-        return StepInput(tuple(settings), tuple(new_blocks), (), 0, tuple(chunks))
+        return StepInput(tuple(settings), tuple(new_blocks), (), 0, 0, tuple(chunks))
 
     def _check_kernels(self) -> None:
         """Refuse, by name and reason, a kernel that cannot serve this model's heads, block size or dtype."""
@@ -222,7 +226,8 @@ class ModelRunner:
         sampled = (*step.decode_slots, *(chunk.slot for chunk in step.chunks if chunk.samples))
         kind = self.state.sampling_kind(sampled)
         if self.graphs is not None and not step.chunks and len(sampled) <= self.graphs.largest:
-            token_ids, logits = self.graphs.replay(step.decode_slots, kind)
+            contexts = self._contexts(step.max_decode_context, step.mean_decode_context)
+            token_ids, logits = self.graphs.replay(step.decode_slots, kind, contexts)
         else:
             token_ids, logits = self._run_eagerly(step, sampled, kind)
         return PendingTokens(token_ids, logits, self.state.num_logprobs(sampled))
@@ -233,9 +238,13 @@ class ModelRunner:
         state, block_size = self.state, self.shape.block_size
         slots = torch.tensor(sampled, dtype=torch.int64, device=self.device)
         decode_slots = slots[: len(step.decode_slots)]
-        decodes = DecodeRows.gather(state, decode_slots, block_size) if step.decode_slots else None
+        decodes = plan = None
+        if step.decode_slots:
+            decodes = DecodeRows.gather(state, decode_slots, block_size)
+            contexts = self._contexts(step.max_decode_context, step.mean_decode_context)
+            plan = self._planner.plan(len(step.decode_slots), contexts)
         chunks = ChunkRows.build(state, step.chunks, block_size) if step.chunks else None
-        hidden = self._forward(decodes, chunks, step.max_decode_context)
+        hidden = self._forward(decodes, chunks, plan)
         if decodes is not None:
             state.num_computed[decode_slots] += 1
         if chunks is not None:
@@ -247,22 +256,23 @@ class ModelRunner:
             hidden = hidden[last_rows]
         return self._sample(hidden, slots, kind)
 
-    def _decode_at_any_length(
-        self, slots: torch.Tensor, kind: SamplingKind
+    def _contexts(self, longest: int, mean: int) -> ContextBucket:
+        return ContextBucket.of(longest, mean, self.max_model_len)
+
+    def _decode(
+        self, slots: torch.Tensor, kind: SamplingKind, plan: DecodePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A decode step of these slots that a graph can capture: it holds for every context up to max_model_len."""
+        """A decode step of these slots that a graph can capture: it holds for every context that the plan holds for."""
         rows = DecodeRows.gather(self.state, slots, self.shape.block_size)
-        hidden = self._forward(rows, None, self.max_model_len)
+        hidden = self._forward(rows, None, plan)
         counted = self.state.num_computed[slots]
         self.state.num_computed[slots] = torch.where(counted < 0, counted, counted + 1)
         return self._sample(hidden, slots, kind)
 
     def _forward(
-        self, decodes: DecodeRows | None, chunks: ChunkRows | None, max_decode_context: int
+        self, decodes: DecodeRows | None, chunks: ChunkRows | None, plan: DecodePlan | None
     ) -> torch.Tensor:
-        batch = join_rows(
-            decodes, chunks, shape=self.shape, kernels=self.kernels, max_decode_context=max_decode_context
-        )
+        batch = join_rows(decodes, chunks, plan=plan, device=self.device)
         return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache)
 
     def _sample(
@@ -302,7 +312,7 @@ class ModelRunner:
         budget = self.config.max_num_batched_tokens
         self.state.apply(
             StepInput(
-                (SlotSetting(0, 0.0, 0, 1.0, 0, None),), (NewBlocks(0, 0, tuple(block_table)),), (), 0, ()
+                (SlotSetting(0, 0.0, 0, 1.0, 0, None),), (NewBlocks(0, 0, tuple(block_table)),), (), 0, 0, ()
             )
         )
         rows = []
@@ -310,15 +320,17 @@ class ModelRunner:
             end = min(start + budget, num_prompt_tokens)
             chunk = Chunk(0, start, tuple(token_ids[start:end]), end == num_prompt_tokens)
             sampled = (0,) if chunk.samples else ()
-            step = StepInput((), (), (), 0, (chunk,))
+            step = StepInput((), (), (), 0, 0, (chunk,))
             rows.append(self._run_eagerly(step, sampled, SamplingKind())[1].float())
         for position in range(num_prompt_tokens, len(token_ids) - 1):
             self.state.newest[0] = token_ids[position]
+            context = position + 1
             if self.graphs is not None and not eager:
-                logits = self.graphs.replay((0,), SamplingKind())[1]
+                logits = self.graphs.replay((0,), SamplingKind(), self._contexts(context, context))[1]
             else:
-                logits = self._run_eagerly(StepInput((), (), (0,), position + 1, ()), (0,), SamplingKind())[1]
-            rows.append(logits.float())
+                step = StepInput((), (), (0,), context, context, ())
+                logits = self._run_eagerly(step, (0,), SamplingKind())[1]
+            rows.append(logits.to(torch.float32, copy=True))  # the next replay writes over them
         return torch.cat(rows)
 
 

@@ -46,15 +46,16 @@ class Chunk:
 class StepInput:
     """The changes to apply, then the work: one token of each decode slot, and the chunks.
 
-    decode_slots run their newest token and sample the next. max_decode_context: the longest context among them, in
-    tokens, the new one included. The step's result holds one token for each decode slot, then one for each chunk that
-    samples.
+    decode_slots run their newest token and sample the next. max_decode_context, mean_decode_context: the longest
+    context among them and their mean, in tokens, the new one included. The step's result holds one token for each
+    decode slot, then one for each chunk that samples.
     """
 
     settings: tuple[SlotSetting, ...]
     new_blocks: tuple[NewBlocks, ...]
     decode_slots: tuple[int, ...]
     max_decode_context: int
+    mean_decode_context: int
     chunks: tuple[Chunk, ...]
 
 
@@ -83,11 +84,13 @@ def build_step(schedule: Schedule) -> StepInput:
             block_ids = tuple(request.block_table[request.num_blocks_sent :])
             new_blocks.append(NewBlocks(request.slot, request.num_blocks_sent, block_ids))
             request.num_blocks_sent = len(request.block_table)
+    contexts = [scheduled.end for scheduled in schedule.decodes]
     return StepInput(
         settings=tuple(settings),
         new_blocks=tuple(new_blocks),
         decode_slots=tuple([scheduled.request.slot for scheduled in schedule.decodes]),
-        max_decode_context=max([scheduled.end for scheduled in schedule.decodes], default=0),
+        max_decode_context=max(contexts, default=0),
+        mean_decode_context=sum(contexts) // len(contexts) if contexts else 0,
         chunks=tuple(
             Chunk(s.request.slot, s.start, tuple(s.request.token_ids[s.start : s.end]), s.samples)
             for s in schedule.prefills

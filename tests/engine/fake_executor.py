@@ -61,9 +61,9 @@ class PagedHashExecutor:
             self._write(self.slots[chunk.slot], chunk.start, chunk.token_ids, written)
             if chunk.samples:
                 sampling.append(chunk.slot)
-        assert step.max_decode_context == max(
-            (self.slots[name].num_computed for name in step.decode_slots), default=0
-        )
+        contexts = [self.slots[name].num_computed for name in step.decode_slots]
+        assert step.max_decode_context == max(contexts, default=0)
+        assert step.mean_decode_context == (sum(contexts) // len(contexts) if contexts else 0)
         return Ready([SampledToken(self._sample(self.slots[name])) for name in sampling])
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
