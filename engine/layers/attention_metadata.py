@@ -8,17 +8,24 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.layers.fusion import NO_FUSION, LayerFusion
 from kernels.decode import DecodeKernel
 from kernels.prefill import PrefillKernel
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The attention kernels, and whether norms, activation, RoPE and KV writes take their Triton or torch path."""
+    """The attention kernels, whether norms, activation, RoPE and KV writes take their Triton or torch path, and what
+    decode steps of few rows fuse: with Triton alone."""
 
     decode: DecodeKernel
     prefill: PrefillKernel
     use_triton: bool
+    fusion: LayerFusion = NO_FUSION
+
+    def __post_init__(self) -> None:
+        if self.fusion.max_rows and not self.use_triton:
+            raise ValueError(f"fusion {self.fusion} needs use_triton")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import Call
 from kernels.decode.merge import partial_numel
-from kernels.decode.planner import TileShape
-from kernels.decode.split_kv import SplitKVDecode
+from kernels.decode.split_kv import SplitKVDecode, shape_of
 
 SPLIT_SIZE = 256
 
@@ -28,7 +26,7 @@ class FixedSplitDecode(SplitKVDecode):
     name = "fixed_split"
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
-        return {"num_splits": _num_splits(problem), **asdict(TileShape.of(problem))}
+        return shape_of(problem).options(_num_splits(problem))
 
     def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
         numel = partial_numel(problem.batch_size, problem.num_q_heads, _num_splits(problem), problem.head_dim)
@@ -42,15 +40,18 @@ class FixedSplitDecode(SplitKVDecode):
         tile: int | None = None,
         num_warps: int | None = None,
         num_stages: int | None = None,
-        prefetch: bool = False,
+        prefetch: bool | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        pdl: bool = False,
     ) -> None:
         """split_size: keys a split. For equal bits, the same split_size and tile shape in every call, and
-        num_splits * split_size no less than the longest context. k_scale, v_scale: see split_kv."""
+        num_splits * split_size no less than the longest context. k_scale, v_scale, pdl: see split_kv."""
         if split_size < 1:
             raise ValueError(f"split_size is {split_size}, the least is 1")
-        super().launch(call, num_splits, split_size, tile, num_warps, num_stages, prefetch, k_scale, v_scale)
+        super().launch(
+            call, num_splits, split_size, tile, num_warps, num_stages, prefetch, k_scale, v_scale, pdl
+        )
 
 
 def _num_splits(problem: DecodeProblem) -> int:

@@ -12,8 +12,8 @@ from kernels.decode.launch import Call, TritonDecodeKernel, group_constexprs
 from kernels.decode.merge import MAX_CHUNK, chunk_for, merge_splits, partial_numel, partial_views
 from kernels.decode.online_softmax import attend_range, load_queries, normalised
 from kernels.decode.planner import TileShape, head_tiles, max_partials, plan_splits
-from kernels.fp8_cache import FP8, check_scales
 from kernels.dependent_launch import launch_options, start_after_previous
+from kernels.fp8_cache import FP8, check_scales
 from kernels.triton_support import tl, triton
 
 
@@ -155,13 +155,17 @@ class SplitKVDecode(TritonDecodeKernel):
     """
 
     name = "split_kv"
+    takes_pdl = True
     kv_dtypes = (FP8,)
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
-        return plan_splits(problem).options()
+        shape = shape_of(problem)
+        return shape.options(plan_splits(problem, shape))
 
     def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
-        numel = partial_numel(max_partials(problem), problem.num_q_heads, 1, problem.head_dim)
+        numel = partial_numel(
+            max_partials(problem, shape_of(problem)), problem.num_q_heads, 1, problem.head_dim
+        )
         return torch.empty(numel, dtype=torch.float32, device=device)
 
     def launch(
@@ -172,12 +176,12 @@ class SplitKVDecode(TritonDecodeKernel):
         tile: int | None = None,
         num_warps: int | None = None,
         num_stages: int | None = None,
-        prefetch: bool = False,
+        prefetch: bool | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         pdl: bool = False,
     ) -> None:
-        """num_splits, tile, num_warps, num_stages: see SplitPlan; what is None is planned for a full table.
+        """tile, num_warps, num_stages, prefetch: see TileShape; what is None is planned for a full table.
 
         split_size: keys a split, a multiple of tile, 0 for equal parts; by default num_splits then covers a full
         table. The last split takes what the others leave. k_scale, v_scale: [num_kv_heads] float32 each, with caches
@@ -186,27 +190,38 @@ class SplitKVDecode(TritonDecodeKernel):
         check_scales(call.k_cache, k_scale, v_scale)
         scales = (k_scale, v_scale)
         problem = call.problem
-        shape = TileShape.of(problem, tile, num_warps, num_stages)
+        shape = shape_of(problem, tile, num_warps, num_stages, prefetch)
         if split_size % shape.tile:
             raise ValueError(f"split_size is {split_size}, not a multiple of tile {shape.tile}")
         if num_splits is None and split_size:
             num_splits = max(1, -(-problem.max_context_len // split_size))
         elif num_splits is None:
-            num_splits = plan_splits(problem).num_splits
+            num_splits = plan_splits(problem, shape)
         # With split_size always the same two programs: another might round differently.
         if num_splits == 1 and not split_size:
-            attend_splits(call, None, None, shape, 1, prefetch=prefetch, scales=scales, pdl=pdl)
+            attend_splits(call, None, None, shape, 1, scales=scales, pdl=pdl)
             return
         partial, lse = partial_views(
             call.workspace, problem.batch_size, problem.num_q_heads, num_splits, problem.head_dim, like=call.q
         )
-        attend_splits(
-            call, partial, lse, shape, num_splits, split_size, prefetch=prefetch, scales=scales, pdl=pdl
-        )
+        attend_splits(call, partial, lse, shape, num_splits, split_size, scales=scales, pdl=pdl)
         # A constant step with split_size, since the order of the sums must not follow the batch.
         merge_splits(
             partial, lse, call.out, chunk=MAX_CHUNK if split_size else chunk_for(num_splits), pdl=pdl
         )
+
+
+def shape_of(
+    problem: DecodeProblem,
+    tile: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    prefetch: bool | None = None,
+) -> TileShape:
+    """The given numbers, and for None those that were fastest: prefetch, but for exact fp32."""
+    if prefetch is None:
+        prefetch = problem.dtype != torch.float32
+    return TileShape.of(problem, tile, num_warps, num_stages, prefetch)
 
 
 def attend_splits(
@@ -218,7 +233,6 @@ def attend_splits(
     split_size: int = 0,
     first_key: int = 0,
     first_slot: int = 0,
-    prefetch: bool = False,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     pdl: bool = False,
 ) -> None:
@@ -250,7 +264,7 @@ def attend_splits(
         call.block_table.stride(0),
         *call.out.stride()[:2],
         DIRECT=partial is None,
-        PREFETCH=prefetch,
+        PREFETCH=shape.prefetch,
         **group_constexprs(problem, shape.tile),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.activation import silu_mul  # noqa: E402
-from kernels.fused_linear import (  # noqa: E402
+from kernels.activation import silu_mul
+from kernels.fused_linear import (
     DotTile,
     PlainTile,
     add_linear,
@@ -16,7 +16,7 @@ from kernels.fused_linear import (  # noqa: E402
     gated_linear,
     norm_linear,
 )
-from kernels.norm import rms_norm  # noqa: E402
+from kernels.norm import rms_norm
 
 EPS = 1e-6
 ONE_STEP, STEPS = PlainTile(4, 128, 4), PlainTile(4, 32, 4)
@@ -134,7 +134,7 @@ def test_shapes_that_do_not_fit_are_named(device):
         gated_linear(t.x[:1], t.weight, t.residual[:1])
     with pytest.raises(ValueError, match=r"residual must be \[4, 8\], got shape \(5, 8\)"):
         add_linear(t.x[:4], t.weight, t.residual)
-    with pytest.raises(ValueError, match="weight must be torch.float32, as x is, got torch.float16"):
+    with pytest.raises(ValueError, match=r"weight must be torch\.float32, as x is, got torch\.float16"):
         dot_linear(t.x, t.weight.half())
     with pytest.raises(ValueError, match="weight must have contiguous rows"):
         dot_linear(t.x[:, :8], t.weight.T[:8])

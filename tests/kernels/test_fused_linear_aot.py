@@ -89,9 +89,10 @@ def test_compile_without_spills_for_every_gpu():
         report.check()
         assert "griddepcontrol" not in report.ptx, f"{report} waits without PDL"
         if "dot" in report.launch.kernel:
-            assert "mma.sync" in report.ptx and "cp.async.cg" in report.ptx, f"{report} is not pipelined"
+            assert "mma.sync" in report.ptx, str(report)
+            assert "cp.async.cg" in report.ptx, f"{report} is not pipelined"
         else:
-            assert "ld.global.L1::evict_first.v4" in report.ptx or "v4.b32" in report.ptx, f"{report}"
+            assert "evict_first.v4" in report.ptx, f"{report} reads no 16 bytes at once"
 
 
 def test_with_pdl_the_weights_are_asked_for_before_the_wait_and_all_else_after():
@@ -99,9 +100,13 @@ def test_with_pdl_the_weights_are_asked_for_before_the_wait_and_all_else_after()
         report.check()
         before, after = report.ptx.split("griddepcontrol.wait")
         assert "griddepcontrol.launch_dependents" in before
-        assert "st.global" not in before and "st.global" in after, f"{report} stores before it waits"
+        assert "st.global" not in before, f"{report} stores before it waits"
+        assert "st.global" in after
         if "dot" in report.launch.kernel:
-            assert "cp.async.bulk.prefetch.L2" in before and "ld.global" not in before, f"{report}"
-            assert "cp.async.cg" not in before
+            assert "cp.async.bulk.prefetch.L2" in before
+            for load in ("ld.global", "cp.async.cg"):
+                assert load not in before, f"{report} reads before it waits"
         else:
-            assert "ld.global" in before and "ld.global" in after, f"{report}"
+            # The first weights, and of the norm's own: nothing else.
+            assert "ld.global" in before
+            assert "ld.global" in after

@@ -1,0 +1,119 @@
+"""Fused layers of few decode rows against Transformers and the unfused engine, in the interpreter; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.config import EngineConfig
+from engine.execution.kernel_choice import choose_kernels
+from engine.execution.loader import load_model
+from engine.layers.attention_metadata import KernelChoice
+from engine.layers.fusion import NO_FUSION, LayerFusion
+from engine.models.checkpoint import resolve_model
+from engine.parallel.group import ParallelGroup
+from kernels import decode, prefill
+from tests.engine.checkpoints import LLAMA, QWEN3, reference_model, write_random_checkpoint
+from tests.engine.paged_batch import PagedBatch
+
+MODELS = {
+    "qwen3": QWEN3,
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
+}
+LENGTHS = (9, 12, 5)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp(request.param), MODELS[request.param])
+
+
+def kernels(fusion: LayerFusion) -> KernelChoice:
+    return KernelChoice(decode.get("torch"), prefill.get("torch"), use_triton=True, fusion=fusion)
+
+
+def decoded(checkpoint: Path, fusion: LayerFusion, device: torch.device) -> tuple[Any, list[list[int]], Any]:
+    """(model, sequences, logits of their last three tokens, each decoded in one step of all sequences)."""
+    model = load_model(
+        resolve_model(checkpoint, "auto"),
+        load_format="auto",
+        device=device,
+        dtype=torch.float32,
+        group=ParallelGroup.single(),
+        kernels=kernels(fusion),
+        seed=0,
+    )
+    generator = torch.Generator().manual_seed(0)
+    sequences = [
+        torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
+    batch = PagedBatch(model, sequences, block_size=4)
+    batch.step({i: length - 3 for i, length in enumerate(LENGTHS)})
+    steps = [batch.step({}, decodes=range(len(LENGTHS))) for _ in range(3)]
+    return model, sequences, [torch.cat([step[i] for step in steps]) for i in range(len(LENGTHS))]
+
+
+@pytest.mark.parametrize(
+    "fusion",
+    [
+        LayerFusion(max_rows=4, prologue_rows=4),
+        LayerFusion(max_rows=4, prologue_rows=0),
+        LayerFusion(max_rows=4, prologue_rows=2, max_dot_outputs=0),
+    ],
+    ids=["prologues", "dot", "torch-products"],
+)
+def test_logits_equal_transformers(checkpoint: Path, fusion: LayerFusion, device: torch.device) -> None:
+    _, sequences, logits = decoded(checkpoint, fusion, device)
+    reference = reference_model(checkpoint)
+    for i, sequence in enumerate(sequences):
+        with torch.no_grad():
+            expected = reference(torch.tensor([sequence])).logits[0, -3:]
+        torch.testing.assert_close(logits[i].cpu(), expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits[i].cpu().argmax(-1), expected.argmax(-1))
+
+
+def test_only_steps_of_few_decode_rows_are_fused(checkpoint: Path, device: torch.device, monkeypatch) -> None:
+    fused: list[int] = []
+    original = LayerFusion.add_linear
+    monkeypatch.setattr(
+        LayerFusion, "add_linear", lambda self, x, *rest: (fused.append(len(x)), original(self, x, *rest))[1]
+    )
+    model, _, _ = decoded(checkpoint, LayerFusion(max_rows=2), device)
+    assert not fused
+    decoded(checkpoint, LayerFusion(max_rows=3), device)
+    assert fused == [3] * (3 * 2 * model.config.num_layers)
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(**({"device": "cpu", "use_triton": True} | options))
+
+
+def test_the_option(device: torch.device) -> None:
+    assert choose_kernels(config(), device).fusion == NO_FUSION
+    on = choose_kernels(config(layer_fusion="on"), device).fusion
+    assert on.applies(16, 16)
+    assert not on.applies(17, 17)
+    assert not on.applies(3, 4), "a prefill token is no decode row"
+    assert not on.pdl
+    assert not NO_FUSION.applies(1, 1)
+    with pytest.raises(ValueError, match="layer_fusion 'on' needs use_triton"):
+        choose_kernels(config(layer_fusion="on", use_triton=False), device)
+    with pytest.raises(ValueError, match="layer_fusion 'on' needs tensor_parallel_size 1, got 2"):
+        choose_kernels(config(layer_fusion="on", tensor_parallel_size=2), device)
+    assert choose_kernels(config(tensor_parallel_size=2), device).fusion == NO_FUSION
+    with pytest.raises(ValueError, match="layer_fusion must be one of auto, off, on, pdl, got 'all'"):
+        config(layer_fusion="all")
+    with pytest.raises(ValueError, match=r"max_rows must be in \[0, 16\], got 17"):
+        LayerFusion(max_rows=17)
+    with pytest.raises(ValueError, match="needs use_triton"):
+        KernelChoice(decode.get("torch"), prefill.get("torch"), False, LayerFusion(max_rows=1))
+
+
+def test_pdl_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ValueError, match=r"layer_fusion 'pdl' needs a GPU of compute capability 9\.0"):
+        choose_kernels(config(layer_fusion="pdl"), torch.device("cpu"))
