@@ -188,7 +188,10 @@ class EngineCore:
             raise ValueError(f"{field} must be text or a sequence of token ids, got {token_ids!r:.100}")
         if not token_ids:
             raise ValueError(f"{field} is empty; it needs at least one token")
-        checked = tuple([as_integer(f"each token id of {field}", token) for token in token_ids])
+        if set(map(type, token_ids)) == {int}:  # the usual case, in a tenth of the time
+            checked = tuple(token_ids)
+        else:
+            checked = tuple([as_integer(f"each token id of {field}", token) for token in token_ids])
         for token in (min(checked), max(checked)):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(

@@ -18,6 +18,7 @@ from engine.models.checkpoint import resolve_model
 from engine.models.decoder import Decoder
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduling.prefix import Prefix
 from engine.scheduling.request import Request
 from engine.tokenizer import Tokenizer, load_tokenizer
 
@@ -254,12 +255,12 @@ class LLM:
             stop_token_ids=frozenset(),
             seed=0,
         )
-        if len(token_ids) > self.runner.max_model_len or not blocks.can_admit(request, []):
+        if len(token_ids) > self.runner.max_model_len or not blocks.can_admit(request, Prefix()):
             raise ValueError(
                 f"forced_logits got {len(token_ids)} tokens; max_model_len is {self.runner.max_model_len} and "
                 f"{blocks.num_free_blocks} blocks of {blocks.block_size} are free"
             )
-        blocks.admit(request, [])
+        blocks.admit(request, Prefix())
         try:
             return self.runner.forced_logits(
                 token_ids, len(prompt_token_ids), request.block_table, eager=eager

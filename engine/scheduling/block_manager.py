@@ -5,27 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import xxhash
 
+from engine.scheduling.prefix import CacheEntry, Prefix
 from engine.scheduling.request import Request
 
 HashFunction = Callable[[bytes], int]
-
-
-@dataclass(frozen=True, eq=False)
-class CacheEntry:
-    """A full block whose KV is written, findable by content.
-
-    A block's identity is its parent and its tokens. chain_hash only finds candidates; parent (compared by object
-    identity) and token_ids decide, so a hash collision can never hand out another prompt's KV.
-    """
-
-    chain_hash: int
-    parent: CacheEntry | None
-    token_ids: tuple[int, ...]
-    block_id: int
 
 
 class BlockManager:
@@ -61,6 +47,8 @@ class BlockManager:
         self._free_plain: deque[int] = deque(range(num_blocks))
         self._free_cached: OrderedDict[int, None] = OrderedDict()
         self._holders: dict[str, Request] = {}
+        self._search = Prefix()
+        """What find_prefix found last, kept true by whatever changes it: who waits asks again in every step."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -73,23 +61,30 @@ class BlockManager:
 
     # --- prefix cache ---------------------------------------------------------------------------------------
 
-    def find_prefix(self, request: Request) -> list[CacheEntry]:
-        """The longest chain of published blocks that starts request.token_ids. Changes nothing.
+    def find_prefix(self, request: Request) -> Prefix:
+        """The longest chain of published blocks that starts request.token_ids. It holds until the next change.
 
         At least one token is always left to compute, since sampling needs its logits: a sequence that is cached
-        to its very end gives up its last block.
+        to its very end gives up its last block. Asking again for the same request costs what has changed since.
         """
-        chain: list[CacheEntry] = []
-        if not self.enable_prefix_caching:
-            return chain
-        for i in range((request.num_tokens - 1) // self.block_size):
-            entry = self._lookup(
-                self._block_hash(request, i), chain[-1] if chain else None, self._tokens(request, i)
-            )
-            if entry is None:
-                break
-            chain.append(entry)
-        return chain
+        if self._search.request is not request:
+            self._search = Prefix(request)
+        if self.enable_prefix_caching:
+            self._extend(self._search, request)
+        return self._search
+
+    def _extend(self, prefix: Prefix, request: Request) -> None:
+        """Go on with a walk along request's blocks as far as they are published."""
+        most = (request.num_tokens - 1) // self.block_size
+        if len(prefix) == most:
+            return
+        self._hash_blocks(request, most)
+        parent = prefix.chain[-1] if prefix.chain else None
+        for i in range(len(prefix), most):
+            parent = self._lookup(request.block_hashes[i], parent, request.block_tokens[i])
+            if parent is None:
+                return
+            prefix.append(parent, is_free=self._ref_counts[parent.block_id] == 0)
 
     def publish(self, request: Request, num_written: int) -> None:
         """Make every full block among request's first num_written tokens findable. Call once their KV is written.
@@ -99,12 +94,15 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        chain = request.cached_chain
-        for i in range(len(chain), num_written // self.block_size):
+        chain, num_full = request.cached_chain, num_written // self.block_size
+        if len(chain) == num_full:
+            return
+        self._hash_blocks(request, num_full)
+        for i in range(len(chain), num_full):
             parent = chain[-1] if chain else None
             if parent is not None and self._entries[parent.block_id] is not parent:
                 return  # the parent's block was reused, so nothing below it could be found
-            chain_hash, tokens = self._block_hash(request, i), self._tokens(request, i)
+            chain_hash, tokens = request.block_hashes[i], request.block_tokens[i]
             entry = self._lookup(chain_hash, parent, tokens)
             if entry is None:
                 entry = CacheEntry(chain_hash, parent, tokens, request.block_table[i])
@@ -115,6 +113,7 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forget every published block. Running requests keep their blocks."""
         self._index.clear()
+        self._search = Prefix()
         self._entries = [None] * self.num_blocks
         self._free_plain.extend(self._free_cached)
         self._free_cached.clear()
@@ -124,46 +123,55 @@ class BlockManager:
 
         For KV in doubt, such as what led to logits that are not finite. Requests that share the blocks keep them.
         """
-        for entry in self.find_prefix(request):
+        if not self.enable_prefix_caching:
+            return
+        found = Prefix()
+        self._extend(found, request)
+        for entry in found:
             self._unpublish(entry.block_id)
             if self._ref_counts[entry.block_id] == 0:
                 del self._free_cached[entry.block_id]
                 self._free_plain.append(entry.block_id)
 
-    def _lookup(
-        self, chain_hash: int, parent: CacheEntry | None, token_ids: tuple[int, ...]
-    ) -> CacheEntry | None:
+    def _lookup(self, chain_hash: int, parent: CacheEntry | None, tokens: bytes) -> CacheEntry | None:
         for entry in self._index.get(chain_hash, ()):
-            if entry.parent is parent and entry.token_ids == token_ids:
+            if entry.parent is parent and entry.tokens == tokens:
                 return entry
         return None
 
-    def _tokens(self, request: Request, i: int) -> tuple[int, ...]:
-        return tuple(request.token_ids[i * self.block_size : (i + 1) * self.block_size])
-
-    def _block_hash(self, request: Request, i: int) -> int:
-        hashes = request.block_hashes
-        for j in range(len(hashes), i + 1):
-            parent_hash = hashes[-1] if hashes else 0
-            content = array("q", self._tokens(request, j)).tobytes()
-            hashes.append(self._hash(parent_hash.to_bytes(8, "little") + content))
-        return hashes[i]
+    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
+        """Let the request know the content and the chain hash of its first num_blocks blocks, which must be full."""
+        hashes, width = request.block_hashes, 8 * self.block_size
+        if len(hashes) >= num_blocks:
+            return
+        packed = _pack(request.token_ids[len(hashes) * self.block_size : num_blocks * self.block_size])
+        chain_hash = hashes[-1] if hashes else 0
+        for start in range(0, len(packed), width):
+            tokens = packed[start : start + width]
+            chain_hash = self._hash(chain_hash.to_bytes(8, "little") + tokens)
+            hashes.append(chain_hash)
+            request.block_tokens.append(tokens)
 
     # --- allocation -----------------------------------------------------------------------------------------
 
-    def can_admit(self, request: Request, prefix: list[CacheEntry], spare: int = 0) -> bool:
-        """Whether all of request's tokens fit and leave `spare` blocks free. Hits that are free now are taken too."""
-        free_hits = sum(self._ref_counts[entry.block_id] == 0 for entry in prefix)
-        new_blocks = self.blocks_for(request.num_tokens) - len(prefix)
-        return new_blocks + free_hits + spare <= self.num_free_blocks
+    def can_admit(self, request: Request, prefix: Prefix, spare: int = 0) -> bool:
+        """Whether all of request's tokens fit and leave `spare` blocks free. Hits that are free now are taken too.
 
-    def admit(self, request: Request, prefix: list[CacheEntry]) -> None:
+        prefix: what find_prefix has just said, or an empty one.
+        """
+        new_blocks = self.blocks_for(request.num_tokens) - len(prefix)
+        return new_blocks + len(prefix.free) + spare <= self.num_free_blocks
+
+    def admit(self, request: Request, prefix: Prefix) -> None:
         """Give a request without blocks its prefix hits and new blocks for the rest of its tokens.
 
         Sets num_computed_tokens to the tokens that the hits cover. can_admit must have said yes.
         """
         if request.block_table:
             raise RuntimeError(f"request {request.request_id} already holds blocks")
+        if prefix.chain and prefix is not self._search:
+            raise RuntimeError(f"request {request.request_id}: its prefix was found before another's")
+        self._search = Prefix()
         for entry in prefix:  # taken first, so that the allocation below cannot evict them
             if self._ref_counts[entry.block_id] == 0:
                 del self._free_cached[entry.block_id]
@@ -193,6 +201,8 @@ class BlockManager:
                     self._free_plain.append(block_id)
                 else:
                     self._free_cached[block_id] = None
+                    if block_id in self._search.places:
+                        self._search.free.add(block_id)
         request.block_table.clear()
         request.cached_chain.clear()
         self._holders.pop(request.request_id, None)
@@ -210,6 +220,7 @@ class BlockManager:
         entry = self._entries[block_id]
         assert entry is not None
         self._entries[block_id] = None
+        self._search.cut_before(block_id)
         bucket = self._index[entry.chain_hash]
         bucket.remove(entry)
         if not bucket:
@@ -239,13 +250,13 @@ class BlockManager:
         _check(
             len(indexed) == sum(e is not None for e in self._entries), "index and entries differ in number"
         )
-        identities = {(id(entry.parent), entry.token_ids) for entry in indexed}
+        identities = {(id(entry.parent), entry.tokens) for entry in indexed}
         _check(len(identities) == len(indexed), "two blocks are published for the same prefix")
         for chain_hash, bucket in self._index.items():
             for entry in bucket:
                 _check(self._entries[entry.block_id] is entry, "an index entry outlived its block")
                 parent_hash = entry.parent.chain_hash if entry.parent else 0
-                content = parent_hash.to_bytes(8, "little") + array("q", entry.token_ids).tobytes()
+                content = parent_hash.to_bytes(8, "little") + entry.tokens
                 _check(chain_hash == self._hash(content) == entry.chain_hash, "an entry has the wrong hash")
         for request in self._holders.values():
             for i, block_id in enumerate(request.block_table):
@@ -254,9 +265,23 @@ class BlockManager:
                     continue
                 written = (i + 1) * self.block_size <= request.num_computed_tokens
                 _check(written, "a block was published before its KV was written")
-                _check(
-                    published.token_ids == self._tokens(request, i), "a published block holds other tokens"
-                )
+                own = _pack(request.token_ids[i * self.block_size : (i + 1) * self.block_size])
+                _check(published.tokens == own, "a published block holds other tokens")
+        self._check_search()
+
+    def _check_search(self) -> None:
+        """What is kept of the last search is the beginning of what a new one finds."""
+        kept, anew = self._search, Prefix()
+        if kept.request is not None and self.enable_prefix_caching:
+            self._extend(anew, kept.request)
+        _check(kept.chain == anew.chain[: len(kept)], "a kept prefix names blocks that are not published")
+        _check(kept.places == {e.block_id: i for i, e in enumerate(kept)}, "a kept prefix is out of place")
+        free = {e.block_id for e in kept if self._ref_counts[e.block_id] == 0}
+        _check(kept.free == free, "a kept prefix is wrong about what is free")
+
+
+def _pack(token_ids: list[int]) -> bytes:
+    return array("q", token_ids).tobytes()
 
 
 def _check(condition: bool, message: str) -> None:

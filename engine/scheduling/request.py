@@ -9,7 +9,7 @@ from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.scheduling.block_manager import CacheEntry
+    from engine.scheduling.prefix import CacheEntry
 
 
 @dataclass(eq=False)
@@ -43,7 +43,8 @@ class Request:
     cached_chain: list[CacheEntry] = field(default_factory=list)
     """The cache entries of the leading full blocks of this request (its own, or equal ones of other requests)."""
     block_hashes: list[int] = field(default_factory=list)
-    """Chain hashes of the leading full blocks; a pure function of token_ids, kept to hash each block once."""
+    block_tokens: list[bytes] = field(default_factory=list)
+    """Chain hashes and contents of the leading full blocks: functions of token_ids alone, kept to hash a block once."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
