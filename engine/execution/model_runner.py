@@ -21,6 +21,7 @@ from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
 from engine.execution.sampler import PendingTokens, choose_tokens
 from engine.execution.sharded_sampling import greedy_tokens, likeliest_logits
+from engine.execution.upload import upload
 from engine.models.checkpoint import ModelSource
 from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
@@ -236,24 +237,25 @@ class ModelRunner:
         self, step: StepInput, sampled: tuple[int, ...], kind: SamplingKind
     ) -> tuple[torch.Tensor, torch.Tensor]:
         state, block_size = self.state, self.shape.block_size
-        slots = torch.tensor(sampled, dtype=torch.int64, device=self.device)
-        decode_slots = slots[: len(step.decode_slots)]
+        num_decodes = len(step.decode_slots)
+        chunk_ends = num_decodes + np.cumsum([len(chunk.token_ids) for chunk in step.chunks], dtype=np.int64)
+        last_rows = [end - 1 for end, chunk in zip(chunk_ends, step.chunks) if chunk.samples]
+        slots, sampled_rows = upload(
+            self.device, np.array(sampled, np.int64), np.array([*range(num_decodes), *last_rows], np.int64)
+        )
+        decode_slots = slots[:num_decodes]
         decodes = plan = None
         if step.decode_slots:
             decodes = DecodeRows.gather(state, decode_slots, block_size)
             contexts = self._contexts(step.max_decode_context, step.mean_decode_context)
-            plan = self._planner.plan(len(step.decode_slots), contexts)
+            plan = self._planner.plan(num_decodes, contexts)
         chunks = ChunkRows.build(state, step.chunks, block_size) if step.chunks else None
         hidden = self._forward(decodes, chunks, plan)
         if decodes is not None:
             state.num_computed[decode_slots] += 1
         if chunks is not None:
             state.num_computed[chunks.slots] = chunks.ends
-            last = chunks.query_start_loc[1:].long()[[chunk.samples for chunk in step.chunks]]
-            last_rows = torch.cat(
-                [torch.arange(len(decode_slots), device=self.device), last - 1 + len(decode_slots)]
-            )
-            hidden = hidden[last_rows]
+            hidden = hidden[sampled_rows]
         return self._sample(hidden, slots, kind)
 
     def _contexts(self, longest: int, mean: int) -> ContextBucket:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.execution.batch_state import BatchState, SamplingKind
+from engine.execution.upload import upload
 from engine.scheduling.step import SampledToken
 from kernels import sampling, sampling_triton
 
@@ -81,7 +82,7 @@ class PendingTokens:
 
 
 def _gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, rows: list[tuple[int, int]]) -> _Logprobs:
-    index = torch.tensor([row for row, _ in rows], device=logits.device)
+    (index,) = upload(logits.device, [row for row, _ in rows])
     logprobs = torch.log_softmax(logits[index].float(), dim=-1)
     values, ids = logprobs.topk(max(count for _, count in rows), dim=-1)
     chosen = logprobs.gather(1, token_ids[index].clamp(min=0)[:, None]).squeeze(1)
