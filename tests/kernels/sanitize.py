@@ -73,7 +73,10 @@ def decode_runs() -> dict[str, Run]:
     runs: dict[str, Run] = {f"decode {name}": lambda name=name: run_decode(name) for name in names}
     # Options that launch other programs.
     runs["decode split_kv, one split"] = lambda: run_decode("split_kv", num_splits=1)
-    runs["decode split_kv, prefetch"] = lambda: run_decode("split_kv", prefetch=True)
+    for prefetch in (False, True):
+        runs[f"decode split_kv, prefetch {prefetch}"] = lambda prefetch=prefetch: run_decode(
+            "split_kv", prefetch=prefetch
+        )
     runs["decode shared_prefix, with one"] = lambda: run_decode("shared_prefix", shared_prefix_len=128)
     if not INTERPRETING:
         runs["decode split_kv_fused, cooperative"] = lambda: run_decode("split_kv_fused", cooperative=True)
