@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
 from engine.config import EngineConfig
 from engine.detokenizer import IncrementalDetokenizer
-from engine.outputs import EngineTotals, RequestMetrics, RequestOutput, StepStats
+from engine.outputs import EngineTotals, RequestOutput, StepStats
 from engine.sampling_params import SamplingParams
 from engine.scalars import as_integer
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Schedule, ScheduledRequest, Scheduler
 from engine.scheduling.step import SampledToken, StepInput, build_step
+from engine.tracked_request import TrackedRequest
 
 if TYPE_CHECKING:
     from engine.tokenizer import Tokenizer
 
 
 class PendingTokens(Protocol):
-    """A launched step's result: result() waits for it, one token for each row that samples, in the step's order."""
+    """A launched step's result: result() waits for it, one token for each row that samples, in the step's order.
+
+    Where the device has a clock of its own, an attribute `device_times` then holds two times, in seconds or None: see
+    StepStats.device_s and device_idle_s.
+    """
 
     def result(self) -> list[SampledToken]: ...
 
@@ -40,21 +45,15 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class _Launched:
+    """A step under way, and what is to be told of it when its result is collected."""
+
     schedule: Schedule
     pending: PendingTokens
-
-
-@dataclass
-class _Tracked:
-    """A live request with what only its user sees: text, log-probabilities, times."""
-
-    request: Request
-    arrival_time: float
-    detokenizer: IncrementalDetokenizer | None
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    token_times: list[float] = field(default_factory=list)
+    launch_s: float
+    num_waiting: int
+    num_free_kv_blocks: int
+    after_rest: bool
+    """No request was there for a while before it."""
 
 
 class EngineCore:
@@ -98,11 +97,12 @@ class EngineCore:
         )
         self.last_step = StepStats()
         self.totals = EngineTotals()
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._ended: list[RequestOutput] = []
         """Outputs of requests that ended between steps, for the next step to report."""
         self._in_flight: _Launched | None = None
         self._num_arrivals = 0
+        self._rested = False
 
     @property
     def failure(self) -> BaseException | None:
@@ -160,9 +160,11 @@ class EngineCore:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer.decode, tuple(params.stop))
-        self._tracked[request_id] = _Tracked(request, self.clock(), detokenizer)
+        token_times: list[float] | None = [] if self.config.record_token_times else None
+        self._tracked[request_id] = TrackedRequest(request, self.clock(), detokenizer, token_times)
         self._num_arrivals += 1
         self.totals.num_prompt_tokens += request.num_prompt_tokens
+        self._rested |= not self.scheduler.has_requests
         self.scheduler.add(request)
         return request_id
 
@@ -212,7 +214,7 @@ class EngineCore:
             tracked.request.finish_reason = "abort"
             self._finish(tracked)
             if report:
-                self._ended.append(self._output(tracked))
+                self._ended.append(tracked.output())
 
     def postpone(self, outputs: Sequence[RequestOutput]) -> None:
         """Let a later step() report these ends: their owner is not the one who is stepping now."""
@@ -232,22 +234,22 @@ class EngineCore:
         """
         changed = self._advance()
         ended, self._ended = self._ended, []
-        return ended + [self._output(tracked) for tracked in changed]
+        return ended + [tracked.output() for tracked in changed]
 
     def step_finished(self) -> list[RequestOutput]:
         """As step(), but only the requests that ended: no cost for those that merely grew."""
         changed = self._advance()
         ended, self._ended = self._ended, []
-        return ended + [self._output(tracked) for tracked in changed if tracked.request.finish_reason]
+        return ended + [tracked.output() for tracked in changed if tracked.request.finish_reason]
 
-    def _advance(self) -> list[_Tracked]:
+    def _advance(self) -> list[TrackedRequest]:
         """Launch a step, collect one, and return the requests that got a token or ended."""
         start = self.clock()
         try:
             launched = self._launch() if self.scheduler.has_requests else None
             if self.overlap:
                 launched, self._in_flight = self._in_flight, launched
-            changed = self._collect(launched) if launched is not None else []
+            collected = self._collect(launched) if launched is not None else None
         except BaseException:
             # Out of memory, Ctrl-C, ...: what was under way is lost, so whoever steps on starts from what is known.
             self._in_flight = None
@@ -256,8 +258,10 @@ class EngineCore:
             raise
         if not self.scheduler.has_requests:
             self._in_flight = None  # at most rows of requests that have ended
-        if launched is not None:
-            self._count(launched.schedule, self.clock() - start)
+        if launched is None or collected is None:
+            return []
+        changed, wait_s, collect_s = collected
+        self._count(launched, wait_s, collect_s, duration_s=self.clock() - start)
         return changed
 
     def _end_all_if_failed(self) -> None:
@@ -266,15 +270,31 @@ class EngineCore:
         for tracked in list(self._tracked.values()):
             tracked.request.finish_reason, tracked.request.error = "error", str(self.failure)
             self._finish(tracked)
-            self._ended.append(self._output(tracked))
+            self._ended.append(tracked.output())
 
     def _launch(self) -> _Launched | None:
+        start = self.clock()
         schedule = self.scheduler.schedule()
         if not schedule.requests:
             return None
-        return _Launched(schedule, self.executor.launch(build_step(schedule)))
+        for request in schedule.admitted:
+            tracked = self._tracked[request.request_id]
+            if tracked.first_scheduled_time is None:
+                tracked.first_scheduled_time = start
+        pending = self.executor.launch(build_step(schedule))
+        after_rest, self._rested = self._rested, False
+        return _Launched(
+            schedule,
+            pending,
+            launch_s=self.clock() - start,
+            num_waiting=len(self.scheduler.waiting),
+            num_free_kv_blocks=self.block_manager.num_free_blocks,
+            after_rest=after_rest,
+        )
 
-    def _collect(self, launched: _Launched) -> list[_Tracked]:
+    def _collect(self, launched: _Launched) -> tuple[list[TrackedRequest], float, float]:
+        """The requests that changed, and the seconds of waiting for the device and of the rest."""
+        start = self.clock()
         tokens = iter(launched.pending.result())
         now = self.clock()
         changed = []
@@ -285,9 +305,9 @@ class EngineCore:
             self.scheduler.publish(scheduled)
             if token is not None:
                 changed.append(self._take(scheduled, token, now))
-        return changed
+        return changed, now - start, self.clock() - now
 
-    def _take(self, scheduled: ScheduledRequest, token: SampledToken, now: float) -> _Tracked:
+    def _take(self, scheduled: ScheduledRequest, token: SampledToken, now: float) -> TrackedRequest:
         """Give a request its sampled token, and end it if that was the last."""
         request = scheduled.request
         tracked = self._tracked[request.request_id]
@@ -298,11 +318,11 @@ class EngineCore:
             return tracked
         request.append_token(token.token_id)
         self.totals.num_output_tokens += 1
-        if tracked.first_token_time is None:
-            tracked.first_token_time = now
-        tracked.last_token_time = now
-        if self.config.record_token_times:
-            tracked.token_times.append(now)
+        gap_s = tracked.note_token(now)
+        if gap_s is not None:
+            self.totals.inter_token_s += gap_s
+        else:
+            self._count_first_token(tracked, now)
         if token.logprobs is not None:
             tracked.logprobs.append(token.logprobs)
         if tracked.detokenizer is not None:
@@ -313,7 +333,7 @@ class EngineCore:
             self._finish(tracked)
         return tracked
 
-    def _finish(self, tracked: _Tracked) -> None:
+    def _finish(self, tracked: TrackedRequest) -> None:
         request = tracked.request
         self.scheduler.finish(request)
         del self._tracked[request.request_id]
@@ -324,38 +344,40 @@ class EngineCore:
         self.totals.num_finished[reason] = self.totals.num_finished.get(reason, 0) + 1
         self.totals.num_cached_tokens += request.num_cached_tokens
 
-    def _count(self, schedule: Schedule, duration_s: float) -> None:
-        self.last_step = StepStats(
+    def _count_first_token(self, tracked: TrackedRequest, now: float) -> None:
+        self.totals.num_first_tokens += 1
+        self.totals.ttft_s += now - tracked.arrival_time
+        assert tracked.first_scheduled_time is not None
+        self.totals.queue_s += tracked.first_scheduled_time - tracked.arrival_time
+
+    def _count(self, launched: _Launched, wait_s: float, collect_s: float, duration_s: float) -> None:
+        schedule = launched.schedule
+        device_s, device_idle_s = getattr(launched.pending, "device_times", (None, None))
+        self.last_step = step = StepStats(
             num_prefill_tokens=sum(s.end - s.start for s in schedule.prefills),
             num_decode_tokens=len(schedule.decodes),
             num_requests=len(schedule.requests),
             num_preempted=len(schedule.preempted),
             duration_s=duration_s,
+            num_admitted=len(schedule.admitted),
+            num_cached_tokens=schedule.num_cached_tokens,
+            num_waiting=launched.num_waiting,
+            num_free_kv_blocks=launched.num_free_kv_blocks,
+            host_s=launched.launch_s + collect_s,
+            wait_s=wait_s,
+            device_s=device_s,
+            device_idle_s=None if launched.after_rest else device_idle_s,
         )
-        self.totals.num_steps += 1
-        self.totals.num_prefill_tokens += self.last_step.num_prefill_tokens
-        self.totals.num_decode_tokens += self.last_step.num_decode_tokens
-        self.totals.num_preemptions += self.last_step.num_preempted
-
-    def _output(self, tracked: _Tracked) -> RequestOutput:
-        request = tracked.request
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(request.token_ids[request.num_prompt_tokens :]),
-            text=tracked.detokenizer.text if tracked.detokenizer else "",
-            logprobs=tuple(tracked.logprobs) if request.params.logprobs is not None else None,
-            finish_reason=request.finish_reason,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            metrics=RequestMetrics(
-                arrival_time=tracked.arrival_time,
-                first_token_time=tracked.first_token_time,
-                last_token_time=tracked.last_token_time,
-                token_times=tuple(tracked.token_times) if self.config.record_token_times else None,
-            ),
-            error=request.error,
-        )
+        totals = self.totals
+        totals.num_steps += 1
+        totals.num_prefill_tokens += step.num_prefill_tokens
+        totals.num_decode_tokens += step.num_decode_tokens
+        totals.num_preemptions += step.num_preempted
+        totals.num_hit_tokens += step.num_cached_tokens
+        totals.host_s += step.host_s
+        totals.wait_s += step.wait_s
+        totals.device_s += step.device_s or 0.0
+        totals.device_idle_s += step.device_idle_s or 0.0
 
     # --- state ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKin
 from engine.execution.collective_timer import CollectiveTimer
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
+from engine.execution.device_clock import DeviceClock
 from engine.execution.input_batch import AttentionShape, ChunkRows, DecodeRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
@@ -36,6 +37,7 @@ class ModelRunner:
         self.config = config
         self.device = device
         self.group = group
+        self._clock = DeviceClock(device)
         self._collective_timer = CollectiveTimer(group, device)
         self.model_config = source.config
         self.max_model_len = config.resolve_max_model_len(source.config.max_position_embeddings)
@@ -80,6 +82,7 @@ class ModelRunner:
     def prepare(self) -> None:
         """Take as many KV blocks as the rank with the least room can hold; steps can be launched from now on."""
         self.allocate_kv_cache(self.group.smallest(self.num_blocks_that_fit(), self.device))
+        self._clock = DeviceClock(self.device)
 
     def report(self) -> dict[str, Any]:
         """What this rank runs, and what it has taken: seconds to load, and the most bytes held on host and device."""
@@ -223,6 +226,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> PendingTokens:
         """Start a step; its result holds the next token of each decode slot, then of each chunk that samples."""
+        span = self._clock.start()
         self.state.apply(step)
         sampled = (*step.decode_slots, *(chunk.slot for chunk in step.chunks if chunk.samples))
         kind = self.state.sampling_kind(sampled)
@@ -231,7 +235,7 @@ class ModelRunner:
             token_ids, logits = self.graphs.replay(step.decode_slots, kind, contexts)
         else:
             token_ids, logits = self._run_eagerly(step, sampled, kind)
-        return PendingTokens(token_ids, logits, self.state.num_logprobs(sampled))
+        return PendingTokens(token_ids, logits, self.state.num_logprobs(sampled), span)
 
     def _run_eagerly(
         self, step: StepInput, sampled: tuple[int, ...], kind: SamplingKind

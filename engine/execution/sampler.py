@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.execution.batch_state import BatchState, SamplingKind
+from engine.execution.device_clock import DeviceSpan, DeviceTimes
 from engine.execution.upload import upload
 from engine.scheduling.step import SampledToken
 from kernels import sampling, sampling_triton
@@ -44,21 +45,30 @@ class _Logprobs:
 
 
 class PendingTokens:
-    """Tokens on their way to the host. result() waits for this step alone, not for what was launched since."""
+    """Tokens on their way to the host. result() waits for this step alone, not for what was launched since.
+
+    span: of the step on the device, which ends when the tokens have left it; None on a CPU. device_times: once result()
+    has returned, what the span has measured.
+    """
 
     def __init__(
-        self, token_ids: torch.Tensor, logits: torch.Tensor, num_logprobs: list[tuple[int, int]]
+        self,
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        num_logprobs: list[tuple[int, int]],
+        span: DeviceSpan | None = None,
     ) -> None:
         self._logprobs = _gather_logprobs(logits, token_ids, num_logprobs) if num_logprobs else None
         self._token_ids = _to_host(token_ids)
-        self._copied = torch.cuda.Event() if token_ids.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
+        self._span = span
+        if span is not None:
+            span.end()
+        self.device_times: DeviceTimes = (None, None)
 
     def result(self) -> list[SampledToken]:
         """One token a row, None where the logits were not finite."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._span is not None:
+            self.device_times = self._span.wait()
         token_ids = self._token_ids.tolist()
         logprobs = self._row_logprobs(token_ids)
         return [

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _OTHERS = ("<", *{path for name, path in sysconfig.get_paths().items() if "lib" in name})
 """How the files of libraries, and what is no file, begin."""
 
-PackedTokens = tuple[list[int | None], dict[int, dict[int, float]]]
-"""The token of each row, and the log-probabilities of the rows that asked for them."""
+PackedTokens = tuple[list[int | None], dict[int, dict[int, float]], tuple[float | None, float | None]]
+"""The token of each row, the log-probabilities of the rows that asked for them, and the step's device_times."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _send_answers(rank: int, commands: Channel, answers: queue.SimpleQueue[tuple
         command, outcome = answers.get()
         try:
             if hasattr(outcome, "result"):
-                outcome = pack_tokens(outcome.result())
+                outcome = pack_tokens(outcome)
             if not isinstance(outcome, Failure):
                 outcome = Answer(command.number, outcome if rank == 0 or command.all_answer else None)
             message = encode(outcome)
@@ -190,14 +190,15 @@ def _position(thread: int) -> Position:
     return Position(f"{os.path.basename(entry.filename)}:{entry.lineno} in {entry.name}", in_collective)
 
 
-def pack_tokens(tokens: list[SampledToken]) -> PackedTokens:
-    """As a list and a dict, which travel faster than an object for each row."""
+def pack_tokens(pending: Any) -> PackedTokens:
+    """A step's result when it is there, as lists and dicts, which travel faster than an object for each row."""
+    tokens: list[SampledToken] = pending.result()
     logprobs = {row: token.logprobs for row, token in enumerate(tokens) if token.logprobs is not None}
-    return [token.token_id for token in tokens], logprobs
+    return [token.token_id for token in tokens], logprobs, getattr(pending, "device_times", (None, None))
 
 
 def unpack_tokens(packed: PackedTokens) -> list[SampledToken]:
-    token_ids, logprobs = packed
+    token_ids, logprobs, _ = packed
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from engine.config import EngineConfig
+from engine.execution.device_clock import DeviceTimes
 from engine.execution.model_runner import ModelRunner
 from engine.execution.rank_process import RankProcess, end_processes
 from engine.execution.worker import Answer, Assignment, Command, Failure, unpack_tokens
@@ -68,11 +69,15 @@ class PendingAnswer:
 
 
 class PendingStep(PendingAnswer):
-    """A step under way."""
+    """A step under way. device_times: rank 0's, once result() has returned."""
+
+    device_times: DeviceTimes = (None, None)
 
     def result(self) -> list[SampledToken]:
         """One token a row. All ranks have chosen the same: see sharded_sampling."""
-        return unpack_tokens(self.wait()[0])
+        packed = self.wait()[0]
+        self.device_times = packed[2]
+        return unpack_tokens(packed)
 
 
 class Workers:
@@ -184,10 +189,10 @@ class Workers:
         """As ModelRunner's, on every rank."""
         self.call("start_collective_timer")
 
-    def stop_collective_timer(self) -> float:
-        """Rank 0's seconds."""
-        seconds: float = self.call("stop_collective_timer")[0]
-        return seconds
+    def stop_collective_timer(self) -> tuple[float, float]:
+        """Rank 0's answer."""
+        seconds, elapsed_s = self.call("stop_collective_timer")[0]
+        return seconds, elapsed_s
 
     def call(self, method: str, *arguments: Any, all_answer: bool = False, **options: Any) -> list[Any]:
         """Call a method of every rank's runner. Results in rank order, None but for rank 0's unless all_answer."""

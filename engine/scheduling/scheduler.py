@@ -30,6 +30,8 @@ class Schedule:
     prefills: list[ScheduledRequest] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Of the admitted: tokens that the prefix cache saves them."""
 
     @property
     def requests(self) -> list[ScheduledRequest]:
@@ -208,6 +210,7 @@ class Scheduler:
                 request.num_cached_tokens = request.num_computed_tokens
             self.running[request] = None
             schedule.admitted.append(request)
+            schedule.num_cached_tokens += request.num_computed_tokens
             budget -= self._schedule_chunk(request, budget, schedule)
 
     def _may_chunk(self, request: Request) -> bool:
