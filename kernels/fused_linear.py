@@ -30,7 +30,7 @@ MAX_ROWS = 16
 # Neighbouring inputs that one thread loads at once: 16 bytes of a 16-bit format.
 THREAD_K = 8
 
-# Bytes of each weight row that a program of the tensor-core kernel asks the L2 for before it waits.
+# Bytes of each weight row, at most, that a program asks the L2 for before it waits, besides those in registers.
 PREFETCH_BYTES = 4096
 
 
@@ -180,6 +180,7 @@ def _launch_plain(
             NORM=norm_weight is not None,
             GATED=gated,
             ADD=add or gated,
+            **_prefetch(weight, tile, tile.block_k, pdl),
             num_warps=tile.num_warps,
             **launch_options(pdl),
         )
@@ -191,8 +192,6 @@ def _launch_dot(
     out_features, in_features = weight.shape
     _check(x, weight, bias, out, in_features, MAX_ROWS)
     tile = tile or choose_dot_tile(out_features, in_features)
-    chunks = max(1, 32 * tile.num_warps // tile.block_n)
-    prefetch = min(in_features * weight.element_size(), PREFETCH_BYTES) // chunks & ~15
     with on_device(x):
         _dot_kernel[(triton.cdiv(out_features, tile.block_n),)](
             x,
@@ -211,12 +210,28 @@ def _launch_dot(
             STAGES=tile.num_stages,
             ADD=add,
             DOT_DTYPE=dot_dtype(x.dtype),
-            CHUNKS=chunks,
-            CHUNK_BYTES=prefetch if pdl and weight.stride(0) * weight.element_size() % 16 == 0 else 0,
+            **_prefetch(weight, tile, 0, pdl),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **launch_options(pdl),
         )
+
+
+def _prefetch(weight: Tensor, tile: PlainTile | DotTile, start: int, pdl: bool) -> dict[str, int]:
+    """Constexprs of _prefetch_rows: a request a thread, of equal parts of each row from input `start` on."""
+    chunks = max(1, 32 * tile.num_warps // tile.block_n)
+    row_bytes = weight.stride(0) * weight.element_size()
+    if not pdl or row_bytes % 16 or weight.data_ptr() % 16:
+        return {"CHUNKS": chunks, "CHUNK_BYTES": 0}
+    return {
+        "CHUNKS": chunks,
+        "CHUNK_BYTES": prefetch_bytes(weight.shape[1] - start, weight.element_size(), chunks),
+    }
+
+
+def prefetch_bytes(num_inputs: int, element_size: int, chunks: int) -> int:
+    """Bytes of each request, a multiple of 16."""
+    return min(max(num_inputs, 0) * element_size, PREFETCH_BYTES) // chunks // 16 * 16
 
 
 def _check(
@@ -287,6 +302,8 @@ def _plain_kernel(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of every row: sums of THREAD_K inputs, those of a thread, are kept apart until the end.
@@ -305,6 +322,8 @@ def _plain_kernel(
     weight = _load_weights(weight_rows, in_n, k, in_features)
     if NORM:
         norm_weight = tl.load(norm_weight_ptr + k, mask=k < in_features, other=0.0)
+    if CHUNK_BYTES > 0:
+        _prefetch_rows(weight_rows + BLOCK_K, in_n, CHUNKS, CHUNK_BYTES)
     start_after_previous(PDL)
 
     offsets = row.to(tl.int64)[:, None] * stride_out_row + n[None, :]
@@ -393,7 +412,7 @@ def _dot_kernel(
     in_rows = (row < rows)[:, None]
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row
     x_rows = x_ptr + row.to(tl.int64)[:, None] * stride_x_row
-    if PDL and CHUNK_BYTES > 0:
+    if CHUNK_BYTES > 0:
         _prefetch_rows(weight_rows, in_n, CHUNKS, CHUNK_BYTES)
     start_after_previous(PDL)
 

@@ -64,17 +64,8 @@ def products(name):
 
 
 PLAIN = {
-    1: [
-        (4, 1024, 4),
-        (8, 1024, 4),
-        (2, 1024, 4),
-        (4, 512, 4),
-        (8, 512, 4),
-        (4, 2048, 4),
-        (2, 2048, 4),
-        (8, 2048, 8),
-    ],
-    2: [(4, 1024, 4), (4, 512, 4), (8, 512, 4)],
+    1: [(4, 1024, 4), (8, 1024, 4), (2, 1024, 4), (8, 512, 4), (2, 2048, 4), (8, 2048, 8)],
+    2: [(4, 1024, 4), (8, 512, 4)],
     4: [(4, 512, 4), (8, 512, 4)],
 }
 DOT = [(8, 512, 1, 4), (16, 256, 2, 6), (16, 512, 2, 4), (32, 256, 4, 4), (32, 128, 4, 6), (64, 128, 4, 5)]
@@ -88,7 +79,7 @@ def candidates(k, rows):
     for t in PLAIN.get(rows, ()):
         if t[1] < 1.5 * k:
             found["p" + "x".join(map(str, t))] = fl.PlainTile(*t)
-    if rows != 4:
+    if rows in (2, 16):
         found |= {"d" + "x".join(map(str, t)): fl.DotTile(*t) for t in DOT if t[1] < 1.5 * k}
     return found
 
@@ -189,7 +180,7 @@ for name in MODELS:
             for label, tile in tiles.items():
                 if not any(f"{name} {what} {rows} {label} pdl {p}" in wrong for p in (False, True)):
                     var[label] = [(lambda w=w, t=tile: case.call(w, t, PDL)) for w in ws]
-            default = fl.choose_plain_tile(n, k, rows) if rows == 1 else fl.choose_dot_tile(n, k)
+            default = fl.choose_plain_tile(n, k, rows) if rows <= 2 else fl.choose_dot_tile(n, k)
             var["default, no pdl"] = [(lambda w=w: case.call(w, default, False)) for w in ws]
             try:
                 res = timing.time_interleaved(var, device=dev, cache_state="cold", rounds=2, samples=2)

@@ -8,12 +8,12 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from kernels.fused_linear import (  # noqa: E402
-    PREFETCH_BYTES,
     THREAD_K,
     DotTile,
     PlainTile,
     choose_dot_tile,
     choose_plain_tile,
+    prefetch_bytes,
 )
 from tests.kernels.aot import Launch, compile_launches  # noqa: E402
 
@@ -34,6 +34,8 @@ def plain(rows: int, n: int, k: int, what: str, *, pdl: bool, tile: PlainTile | 
         "NORM": norm,
         "GATED": what == "gated",
         "ADD": not norm,
+        "CHUNKS": 32 * tile.num_warps // tile.block_n,
+        "CHUNK_BYTES": prefetch_bytes(k - tile.block_k, 2, 32 * tile.num_warps // tile.block_n) if pdl else 0,
         "PDL": pdl,
     }
     if not norm:
@@ -63,7 +65,7 @@ def dot(n: int, k: int, *, pdl: bool, dtype: str = "bf16", tile: DotTile | None 
             "ADD": True,
             "DOT_DTYPE": {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype],
             "CHUNKS": chunks,
-            "CHUNK_BYTES": min(2 * k, PREFETCH_BYTES) // chunks if pdl else 0,
+            "CHUNK_BYTES": prefetch_bytes(k, 2, chunks) if pdl else 0,
             "PDL": pdl,
         },
         num_warps=tile.num_warps,
