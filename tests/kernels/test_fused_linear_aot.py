@@ -94,7 +94,9 @@ def test_compile_without_spills_for_every_gpu():
             assert "mma.sync" in report.ptx, str(report)
             assert "cp.async.cg" in report.ptx, f"{report} is not pipelined"
         else:
-            assert "evict_first.v4" in report.ptx, f"{report} reads no 16 bytes at once"
+            assert "ld.global.L1::evict_first.L2::cache_hint.v4" in report.ptx, (
+                f"{report} reads no 16 bytes at once"
+            )
 
 
 def test_with_pdl_the_weights_are_asked_for_before_the_wait_and_all_else_after():
