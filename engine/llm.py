@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Number
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,7 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.execution.runner import open_runner
+from engine.execution.trace import trace_path
 from engine.models.checkpoint import resolve_model
 from engine.models.decoder import Decoder
 from engine.outputs import RequestOutput
@@ -277,6 +280,21 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Counters since the start and the state of the pool."""
         return self.engine.stats()
+
+    @contextmanager
+    def profile(self, path: str | Path) -> Iterator[None]:
+        """Trace what runs meanwhile with torch.profiler, and write it to `path` (.json or .json.gz) at the end.
+
+        For chrome://tracing or https://ui.perfetto.dev. With several ranks each writes a file of its own beside it,
+        NAME.rank0.json and so on. Steps are slower while they are traced. ValueError if nothing can be written there.
+        """
+        path = os.path.abspath(path)
+        trace_path(path, 0, 1)
+        self.runner.start_trace()
+        try:
+            yield
+        finally:
+            self.runner.stop_trace(path)
 
     def close(self) -> None:
         """Drop weights and KV. The engine cannot be used afterwards; calling it again does nothing."""

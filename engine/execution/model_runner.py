@@ -22,6 +22,7 @@ from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
 from engine.execution.sampler import PendingTokens, choose_tokens
 from engine.execution.sharded_sampling import greedy_tokens, likeliest_logits
+from engine.execution.trace import Trace, trace_path
 from engine.execution.upload import upload
 from engine.models.checkpoint import ModelSource
 from engine.parallel.group import ParallelGroup
@@ -39,6 +40,7 @@ class ModelRunner:
         self.group = group
         self._clock = DeviceClock(device)
         self._collective_timer = CollectiveTimer(group, device)
+        self._trace = Trace(device)
         self.model_config = source.config
         self.max_model_len = config.resolve_max_model_len(source.config.max_position_embeddings)
         self.kernels = choose_kernels(config, device)
@@ -105,6 +107,14 @@ class ModelRunner:
     def stop_collective_timer(self) -> tuple[float, float]:
         """Seconds that they took since then, and seconds since then: see CollectiveTimer."""
         return self._collective_timer.stop()
+
+    def start_trace(self) -> None:
+        """Trace this rank's process and device from now on."""
+        self._trace.start()
+
+    def stop_trace(self, path: str) -> None:
+        """End the trace and write it: see trace.trace_path."""
+        self._trace.stop(trace_path(path, self.group.rank, self.group.size))
 
     def close(self) -> None:
         """Drop weights and KV."""

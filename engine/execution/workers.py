@@ -194,6 +194,14 @@ class Workers:
         seconds, elapsed_s = self.call("stop_collective_timer")[0]
         return seconds, elapsed_s
 
+    def start_trace(self) -> None:
+        """As ModelRunner's, on every rank."""
+        self.call("start_trace")
+
+    def stop_trace(self, path: str) -> None:
+        """As ModelRunner's, on every rank."""
+        self.call("stop_trace", path)
+
     def call(self, method: str, *arguments: Any, all_answer: bool = False, **options: Any) -> list[Any]:
         """Call a method of every rank's runner. Results in rank order, None but for rank 0's unless all_answer."""
         pending = PendingAnswer(self, self._new_command(method, *arguments, all_answer=all_answer, **options))
