@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
@@ -117,3 +118,20 @@ def test_the_option(device: torch.device) -> None:
 def test_pdl_is_refused_where_there_is_none() -> None:
     with pytest.raises(ValueError, match=r"layer_fusion 'pdl' needs a GPU of compute capability 9\.0"):
         choose_kernels(config(layer_fusion="pdl"), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fusion", ["on", "pdl"])
+def test_on_a_gpu_the_engine_gives_the_same_tokens(checkpoint: Path, fusion: str) -> None:
+    """Graphs of one, two and five rows, in fp32: greedy tokens are those of separate kernels."""
+
+    def tokens(layer_fusion: str, count: int) -> list[list[int]]:
+        options = {"device": "cuda", "dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 200}
+        with LLM(str(checkpoint), layer_fusion=layer_fusion, **options) as llm:
+            assert llm.runner.uses_cuda_graphs
+            prompts = [[1 + i, 7, 3 + 2 * i] for i in range(count)]
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
+            return [list(output.token_ids) for output in outputs]
+
+    for count in (1, 2, 5):
+        assert tokens(fusion, count) == tokens("off", count)
