@@ -71,6 +71,7 @@ class DecodeBench:
             head_dim=self.head_dim,
             block_size=self.block_size,
             max_context_len=max(self.context_lens),
+            mean_context_len=sum(self.context_lens) // len(self.context_lens),
             dtype=getattr(torch, self.dtype),
             device=self.device,
             contiguous=self.contiguous,

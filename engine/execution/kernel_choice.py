@@ -30,7 +30,7 @@ def choose_kernels(config: EngineConfig, device: torch.device) -> KernelChoice:
     fast = native_triton and use_triton
     return KernelChoice(
         decode=_choose(
-            "decode_attention", config.decode_attention, decode, "split_kv" if fast else "torch", device
+            "decode_attention", config.decode_attention, decode, "planned" if fast else "torch", device
         ),
         prefill=_choose(
             "prefill_attention", config.prefill_attention, prefill, "triton" if fast else "torch", device

@@ -12,6 +12,7 @@ from __future__ import annotations
 from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs
 from kernels.decode.fixed_split import FixedSplitDecode
 from kernels.decode.flashinfer import FlashInferDecode
+from kernels.decode.planned import PlannedDecode
 from kernels.decode.reference import ReferenceDecode
 from kernels.decode.sdpa import SdpaDecode
 from kernels.decode.shared_prefix import SharedPrefixDecode
@@ -47,6 +48,7 @@ for _kernel in (
     SplitKVDecode(),
     SplitKVFusedDecode(),
     SplitKVTmaDecode(),
+    PlannedDecode(),
     FixedSplitDecode(),
     StreamKDecode(),
     SharedPrefixDecode(),

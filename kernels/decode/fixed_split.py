@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import Call
 from kernels.decode.merge import partial_numel
-from kernels.decode.split_kv import SplitKVDecode, shape_of
+from kernels.decode.split_kv import SplitKVDecode, shape_of, shape_options
 
 SPLIT_SIZE = 256
 
@@ -26,7 +26,7 @@ class FixedSplitDecode(SplitKVDecode):
     name = "fixed_split"
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
-        return shape_of(problem).options(_num_splits(problem))
+        return {"num_splits": _num_splits(problem), **shape_options(shape_of(problem))}
 
     def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
         numel = partial_numel(problem.batch_size, problem.num_q_heads, _num_splits(problem), problem.head_dim)

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from kernels.decode.contract import DecodeProblem
+from kernels.decode.cost_model import Gpu, cost_model
 from kernels.decode.launch import Call, TritonDecodeKernel, group_constexprs
 from kernels.decode.merge import chunk_for, merge_splits, partial_numel, partial_views
 from kernels.decode.online_softmax import attend_range, normalised
 from kernels.decode.planner import (
     PROGRAMS_PER_SM,
     TileShape,
-    choose_num_splits,
+    device_name,
     device_sm_count,
     max_partials,
     padded_dim,
     plan_splits,
+    work_of,
 )
 from kernels.decode.split_kv import attend_splits
 from kernels.triton_support import tl, triton
@@ -139,15 +141,18 @@ class SharedPrefixDecode(TritonDecodeKernel):
         )
         return {
             "prefix_len": prefix_len,
-            "prefix_splits": _prefix_splits(problem, prefix_len, shape.tile),
-            **plan_splits(rest).options(),
+            "prefix_splits": _prefix_splits(problem, prefix_len, shape),
+            "num_splits": plan_splits(rest, shape),
+            **shape.options(),
         }
 
     def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
         # As max_partials, for query tiles of MAX_QUERIES: batch * prefix_splits stays below this.
         slots = PROGRAMS_PER_SM * device_sm_count(problem.device)
         prefix = -(-slots * MAX_QUERIES // problem.num_q_heads) + problem.batch_size
-        numel = partial_numel(prefix + max_partials(problem), problem.num_q_heads, 1, problem.head_dim)
+        numel = partial_numel(
+            prefix + max_partials(problem, TileShape.of(problem)), problem.num_q_heads, 1, problem.head_dim
+        )
         return torch.empty(numel, dtype=torch.float32, device=device)
 
     def launch(
@@ -169,11 +174,11 @@ class SharedPrefixDecode(TritonDecodeKernel):
         if prefix_len < 0 or prefix_len % shape.tile:
             raise ValueError(f"prefix_len is {prefix_len}, not a multiple of tile {shape.tile}")
         if num_splits is None:
-            num_splits = plan_splits(problem).num_splits
+            num_splits = plan_splits(problem, shape)
         if prefix_len == 0:
             prefix_splits = 0
         elif prefix_splits is None:
-            prefix_splits = _prefix_splits(problem, prefix_len, shape.tile)
+            prefix_splits = _prefix_splits(problem, prefix_len, shape)
         num_slots = prefix_splits + num_splits
         if num_slots == 1:
             attend_splits(call, None, None, shape, 1)
@@ -232,11 +237,17 @@ def _query_tiles(problem: DecodeProblem) -> int:
     return -(-problem.batch_size * problem.group_size // query_rows(problem))
 
 
-def _prefix_splits(problem: DecodeProblem, prefix_len: int, tile: int) -> int:
+def _prefix_splits(problem: DecodeProblem, prefix_len: int, shape: TileShape) -> int:
     """Splits of the prefix, as for a batch of query tiles."""
-    return choose_num_splits(
-        num_tiles=-(-prefix_len // tile),
-        programs_per_split=problem.num_kv_heads * _query_tiles(problem),
-        slots=PROGRAMS_PER_SM * device_sm_count(problem.device),
-        saturating=PROGRAMS_PER_SM * device_sm_count(problem.device),
+    sm_count = device_sm_count(problem.device)
+    work = replace(
+        work_of(problem, shape.tile),
+        programs=problem.num_kv_heads * _query_tiles(problem),
+        max_keys=prefix_len,
+        mean_keys=prefix_len,
+        result_bytes=4 * query_rows(problem) * (problem.head_dim + 1),
     )
+    gpu = Gpu(sm_count, PROGRAMS_PER_SM * sm_count)
+    most = min(-(-prefix_len // shape.tile), -(-gpu.slots // work.programs))
+    model = cost_model("split_kv", shape.tile, device_name(problem.device))
+    return model.best_num_splits(work, max(1, most), gpu)

@@ -160,7 +160,7 @@ class SplitKVDecode(TritonDecodeKernel):
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
         shape = shape_of(problem)
-        return shape.options(plan_splits(problem, shape))
+        return {"num_splits": plan_splits(problem, shape), **shape_options(shape)}
 
     def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
         numel = partial_numel(
@@ -209,6 +209,11 @@ class SplitKVDecode(TritonDecodeKernel):
         merge_splits(
             partial, lse, call.out, chunk=MAX_CHUNK if split_size else chunk_for(num_splits), pdl=pdl
         )
+
+
+def shape_options(shape: TileShape) -> dict[str, Any]:
+    """A shape as options of a call."""
+    return {**shape.options(), "prefetch": shape.prefetch}
 
 
 def shape_of(

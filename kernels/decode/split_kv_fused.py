@@ -183,10 +183,13 @@ class SplitKVFusedDecode(TritonDecodeKernel):
     name = "split_kv_fused"
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
-        return plan_splits(problem).options()
+        shape = TileShape.of(problem)
+        return {"num_splits": min(plan_splits(problem, shape), MAX_SPLITS), **shape.options()}
 
     def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
-        partials = partial_numel(max_partials(problem), problem.num_q_heads, 1, problem.head_dim)
+        partials = partial_numel(
+            max_partials(problem, TileShape.of(problem)), problem.num_q_heads, 1, problem.head_dim
+        )
         return torch.empty(_counter_numel(problem) + partials, dtype=torch.float32, device=device)
 
     def launch(
@@ -198,10 +201,10 @@ class SplitKVFusedDecode(TritonDecodeKernel):
         num_stages: int | None = None,
         cooperative: bool = False,
     ) -> None:
-        """num_splits, tile, num_warps, num_stages: see SplitPlan; what is None is planned for a full table."""
+        """tile, num_warps, num_stages: see TileShape; what is None is planned for a full table."""
         problem = call.problem
         shape = TileShape.of(problem, tile, num_warps, num_stages)
-        num_splits = plan_splits(problem).num_splits if num_splits is None else num_splits
+        num_splits = min(plan_splits(problem, shape), MAX_SPLITS) if num_splits is None else num_splits
         if not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits is {num_splits}, expected 1 to {MAX_SPLITS}")
         if cooperative and INTERPRETING:

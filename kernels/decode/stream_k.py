@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -212,7 +211,7 @@ class StreamKDecode(TritonDecodeKernel):
     name = "stream_k"
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
-        return {"num_programs": _num_programs(problem), **asdict(TileShape.of(problem))}
+        return {"num_programs": _num_programs(problem), **TileShape.of(problem).options()}
 
     def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
         return torch.empty(

@@ -12,6 +12,7 @@ from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import group_constexprs
 from kernels.decode.planner import SHARED_PER_SM, SHARED_RESERVED, TileShape, head_rows, padded_dim
 from kernels.decode.shared_prefix import query_rows
+from kernels.decode.split_kv import shape_of as split_kv_shape
 from kernels.decode.split_kv_fused import COUNT_BITS, NONCE, merge_constexprs
 from kernels.decode.split_kv_tma import chunk_constexprs
 from kernels.decode.split_kv_tma import shape_of as tma_shape
@@ -55,7 +56,8 @@ def grouped(kernel: str, label: str, p: DecodeProblem, **constexprs: Any) -> Lau
     """A kernel that packs the heads of a group, in the shape that the planner gives it."""
     shape = TileShape.of(p)
     if kernel.startswith("split_kv:"):
-        constexprs = {"PREFETCH": False, "k_scale_ptr": None, "v_scale_ptr": None} | constexprs
+        shape = split_kv_shape(p)
+        constexprs = {"PREFETCH": shape.prefetch, "k_scale_ptr": None, "v_scale_ptr": None} | constexprs
     return Launch(
         kernel=f"kernels.decode.{kernel}",
         types=dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{ELEMENT[p.dtype]}")
@@ -235,7 +237,7 @@ def test_planned_programs_run_at_once() -> None:
         warps = report.launch.num_warps
         by_registers = 65536 // (32 * warps * (-(-report.registers // 8) * 8))
         by_shared = SHARED_PER_SM // (report.shared + SHARED_RESERVED)
-        planned = TileShape.of(p).programs_per_sm(p)
+        planned = split_kv_shape(p).programs_per_sm(p)
         assert planned <= min(by_registers, by_shared, 64 // warps), report
 
 

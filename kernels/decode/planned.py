@@ -1,0 +1,57 @@
+"""Whichever of the split kernels the planner expects to end first, for each problem anew: the default of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.decode import split_kv, split_kv_tma
+from kernels.decode.contract import DecodeKernel, DecodeProblem
+from kernels.decode.launch import Call, TritonDecodeKernel
+from kernels.decode.planner import planned_us
+from kernels.decode.split_kv import SplitKVDecode
+from kernels.decode.split_kv_tma import CHUNK_KEYS, SplitKVTmaDecode
+
+
+class PlannedDecode(TritonDecodeKernel):
+    """split_kv or split_kv_tma, by kernels/decode/cost_model.py; where one of them cannot run, the other."""
+
+    name = "planned"
+    takes_pdl = True
+    kv_dtypes = SplitKVDecode.kv_dtypes
+
+    def __init__(self) -> None:
+        self._variants: dict[str, TritonDecodeKernel] = {
+            kernel.name: kernel for kernel in (SplitKVDecode(), SplitKVTmaDecode())
+        }
+
+    def supports(self, problem: DecodeProblem) -> str | None:
+        return self._variants["split_kv"].supports(problem)
+
+    def plan(self, problem: DecodeProblem) -> dict[str, Any]:
+        variant = self._choose(problem)
+        return {"variant": variant, **self._variants[variant].plan(problem)}
+
+    def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
+        # A smaller problem may be planned for the other variant.
+        found = [kernel.workspace(problem, device) for kernel in self._able(problem)]
+        return max((each for each in found if each is not None), key=Tensor.numel, default=None)
+
+    def launch(self, call: Call, variant: str | None = None, **options: Any) -> None:
+        """variant: "split_kv" or "split_kv_tma", with the options of that kernel; None to plan for a full table."""
+        variant = self._choose(call.problem) if variant is None else variant
+        if variant not in self._variants:
+            raise ValueError(f"variant is {variant!r}, expected one of {', '.join(self._variants)}")
+        self._variants[variant].launch(call, **options)
+
+    def _able(self, problem: DecodeProblem) -> list[DecodeKernel]:
+        return [kernel for kernel in self._variants.values() if kernel.supports(problem) is None]
+
+    def _choose(self, problem: DecodeProblem) -> str:
+        expected = {"split_kv": planned_us(problem, split_kv.shape_of(problem), "split_kv")}
+        if self._variants["split_kv_tma"].supports(problem) is None:
+            shape = split_kv_tma.shape_of(problem)
+            expected["split_kv_tma"] = planned_us(problem, shape, "split_kv_tma", CHUNK_KEYS)
+        return min(expected, key=expected.__getitem__)
