@@ -67,8 +67,12 @@ def choose_plain_tile(out_features: int, in_features: int, rows: int) -> PlainTi
     return PlainTile(block_n, min(triton.next_power_of_2(in_features), 1024), 4)
 
 
-def choose_dot_tile(out_features: int, in_features: int) -> DotTile:
+def choose_dot_tile(out_features: int, in_features: int, element_size: int = 2) -> DotTile:
     """A warp for every 8 outputs, and enough programs for all SMs before enough outputs for all warps."""
+    if element_size > 2:
+        return DotTile(
+            16, 64, 2, 2
+        )  # exact fp32 products, without tensor cores, keep their operands in registers
     if out_features <= 2048:
         return DotTile(8, 512, 1, 4)
     if out_features <= 8192:
@@ -191,7 +195,7 @@ def _launch_dot(
 ) -> None:
     out_features, in_features = weight.shape
     _check(x, weight, bias, out, in_features, MAX_ROWS)
-    tile = tile or choose_dot_tile(out_features, in_features)
+    tile = tile or choose_dot_tile(out_features, in_features, x.element_size())
     with on_device(x):
         _dot_kernel[(triton.cdiv(out_features, tile.block_n),)](
             x,

@@ -334,7 +334,7 @@ with torch.inference_mode():
                 print("no time for", name, rows)
                 break
             of = 2 if rows <= 2 else 16
-            fl.choose_dot_tile = lambda n, k, of=of: best.get(("d", n, k, of)) or dot_default(n, k)
+            fl.choose_dot_tile = lambda n, k, size, of=of: best.get(("d", n, k, of)) or dot_default(n, k)
             step = Step(made, config, rows)
             reference = step.run(NO_FUSION).float()
             var, bad, eager = {}, {}, {}
