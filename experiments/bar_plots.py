@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.plots import COLOURS, STYLE, nothing, panel_title, plain_log_ticks
+from experiments.plots import COLOURS, STYLE, nothing, panel_title, y_scale
 
 NOTHING = "nothing to show: not timed here (see the report for why)"
 
@@ -25,12 +25,13 @@ def bar_grid(
     columns: str | None = None,
     rows: str | None = None,
     number: str = "{:,.0f}",
-    log_y: bool = False,
+    log_y: bool | None = False,
     level: float | None = None,
 ) -> Figure:
     """y as one bar a series in each group, in a grid of panels over the values of `columns` and `rows`.
 
-    number: the format of the values written on the bars. A missing value leaves its place empty.
+    number: the format of the values written on the bars. log_y: as y_scale has it. A value that is missing is said to
+    be.
     """
     if y not in table or not table[y].notna().any():
         return nothing(title, NOTHING)
@@ -59,11 +60,10 @@ def bar_grid(
                 )
                 if level is not None:
                     axes.axhline(level, color="0.4", linewidth=0.8, linestyle=":")
-        first = grid[0][0]
-        if log_y:
-            first.set_yscale("log")
-            plain_log_ticks(first)
-        first.margins(y=0.15)
+        spread = (name for name in (y, f"{y}_low", f"{y}_high") if name in table)
+        values = [value for name in spread for value in table[name].dropna().astype(float)]
+        y_scale(grid[0][0], [*values, *([] if level is None else [level])], log_y)
+        _make_room(grid[0][0])
         handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[k % len(COLOURS)]) for k in range(len(names))]
         if len(names) > 1:
             figure.legend(handles, names, loc="outside right center", fontsize=8)
@@ -88,11 +88,17 @@ def _draw(
     for i, name in enumerate(names):
         for j, place in enumerate(places):
             found = panel[(panel[series] == name) & (panel[groups] == place)]
+            x = j + (i - (len(names) - 1) / 2) * width
             if not found[y].notna().any():
+                if len(found):
+                    at = axes.get_xaxis_transform()
+                    axes.text(
+                        x, 0.03, "not timed", rotation=90, ha="center", fontsize=7, color="0.4", transform=at
+                    )
                 continue
             value = float(found[y].dropna().iloc[0])
             drawn = axes.bar(
-                j + (i - (len(names) - 1) / 2) * width,
+                x,
                 value,
                 0.92 * width,
                 yerr=_error(found, y, value),
@@ -104,6 +110,15 @@ def _draw(
     axes.set_xticks(range(len(places)), [str(place) for place in places])
     axes.set_xlim(-0.7, len(places) - 0.3)
     axes.grid(False, axis="x")
+
+
+def _make_room(axes: Axes) -> None:
+    """For the numbers above the highest bars, and below the lowest where there are bars below 0."""
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low, high * (high / low) ** 0.12)
+    else:
+        axes.set_ylim(low + 0.1 * low, high + 0.1 * (high - low))
 
 
 def _error(found: pd.DataFrame, y: str, value: float) -> list[list[float]] | None:

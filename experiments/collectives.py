@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 3
 
 
-def collective_us(llm: LLM, prompts: Sequence[Sequence[int]], num_steps: int = 8) -> float:
-    """Microseconds in collectives on rank 0, waiting for other ranks included, of one decode step of these prompts.
+def collective_columns(llm: LLM, prompts: Sequence[Sequence[int]], num_steps: int = 8) -> dict[str, float]:
+    """The columns of collectives, of decode steps of these prompts on rank 0.
 
-    Measured apart from what is timed: over NCCL it takes a profiler, which slows the host. The prompts must fit in the
-    pool with as many tokens as steps; those in the prefix cache cost no prefill.
+    collective_us: in collectives, waiting for other ranks included; collective_step_us: the whole step;
+    collective_share: the one over the other. Measured apart from what is timed: over NCCL it takes a profiler, which
+    slows the host, so collective_step_us may be above time_us, and the share below that of a step without profiler.
+    The prompts must fit in the pool with as many tokens as steps; those in the prefix cache cost no prefill.
     """
     from engine import SamplingParams
 
@@ -32,8 +34,12 @@ def collective_us(llm: LLM, prompts: Sequence[Sequence[int]], num_steps: int = 8
         llm.runner.start_collective_timer()
         for _ in range(num_steps):
             engine.step_finished()
-        seconds = llm.runner.stop_collective_timer()
+        seconds, elapsed_s = llm.runner.stop_collective_timer()
     finally:
         for name in names:
             engine.abort(name, report=False)
-    return 1e6 * seconds / num_steps
+    return {
+        "collective_us": 1e6 * seconds / num_steps,
+        "collective_step_us": 1e6 * elapsed_s / num_steps,
+        "collective_share": seconds / elapsed_s,
+    }

@@ -66,6 +66,7 @@ CONTRACT: dict[str, str] = {
 EXTRAS: dict[str, str] = {
     "level": "string",  # "kernel", "step" or "workload": how much of the system the time covers
     "variant": "string",  # what is compared: a kernel, or a kernel with options, by the name the user gave it
+    "engine_pass": "Int64",  # which of its turns an engine made the row in: see passes.py
     "point_row": "Int64",  # 0 .. point_rows - 1: a point is finished when all its rows are there
     "point_rows": "Int64",
     "size": "string",
@@ -74,6 +75,8 @@ EXTRAS: dict[str, str] = {
     "query_len": "Int64",  # prefill: new tokens of each sequence
     "plan_us": "float64",  # host time of the kernel's plan
     "collective_us": "float64",  # of a decode step, in collectives on rank 0, waiting for the others included
+    "collective_step_us": "float64",  # of the same steps, which over NCCL run under a profiler: not those of time_us
+    "collective_share": "float64",  # of the two
     "tolerance": "float64",  # of max_rel_err
     "mean_context_len": "float64",  # measured, where context_len is what was asked for
     "tokens_checked": "Int64",
@@ -83,7 +86,7 @@ COLUMNS: dict[str, str] = CONTRACT | EXTRAS
 
 
 def make_row(extra_columns: Mapping[str, str] = {}, /, **values: Any) -> dict[str, Any]:
-    """A row with every column of the contract, null where `values` is silent.
+    """A row with every column of the contract and of extra_columns, null where `values` is silent.
 
     extra_columns: names and pandas dtypes of columns that only the caller's suite has.
     Raises ValueError for a column that is not declared and for a status that does not exist.
@@ -93,4 +96,4 @@ def make_row(extra_columns: Mapping[str, str] = {}, /, **values: Any) -> dict[st
         raise ValueError(f"unknown column(s) {', '.join(unknown)}; declare them in the suite's `columns`")
     if values.get("status") not in STATUSES:
         raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {values.get('status')!r}")
-    return dict.fromkeys(COLUMNS) | values
+    return dict.fromkeys([*COLUMNS, *extra_columns]) | values

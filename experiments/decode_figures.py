@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from experiments.plots import line_grid
-from experiments.tables import BASELINE
+from experiments.tables import BASELINE, over_rounds, summarise
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,9 +15,9 @@ UNTIMED = "nothing to show: not timed here (see the report for why)"
 CONTEXT = "context length (tokens)"
 
 
-def kernel_figures(table: pd.DataFrame) -> dict[str, Figure]:
-    """Three figures from the kernel-level lines of a summary."""
-    table = _complete(table)
+def kernel_figures(rows: pd.DataFrame) -> dict[str, Figure]:
+    """Three figures from kernel-level rows."""
+    table, over = _complete(summarise(rows)), over_rounds(rows)
     common = _panels(table)
     cold = table[(table["cache_state"] == "cold") | table["cache_state"].isna()]
     return {
@@ -26,21 +26,24 @@ def kernel_figures(table: pd.DataFrame) -> dict[str, Figure]:
             x="context_len",
             y="time_us",
             labels=(CONTEXT, "time per call (µs)"),
-            title="Decode attention, time of a call (median over rounds, 95% interval)",
+            title=f"Decode attention, time of a call (median of {over})",
             styles="cache_state",
             **common,
         ),
         "kernel_roofline": _roofline(
             cold, "Decode attention, cold: floor at measured ceilings / time", common
         ),
-        "kernel_speedup": _speedup(table, "Decode attention", "paired by round, 95% interval", common),
+        "kernel_speedup": _speedup(table, "Decode attention", f"paired, {over}", common),
     }
 
 
-def step_figures(table: pd.DataFrame) -> dict[str, Figure]:
+def step_figures(rows: pd.DataFrame) -> dict[str, Figure]:
     """The same three for decode steps of the engine."""
-    table = _complete(table)
+    table, over = _complete(summarise(rows)), over_rounds(rows)
     common = _panels(table)
+    turns = (
+        "engines in the order A B B A" if rows["engine_pass"].nunique() > 1 else "one engine after another"
+    )
     return {
         "step_latency": line_grid(
             table.assign(
@@ -50,11 +53,11 @@ def step_figures(table: pd.DataFrame) -> dict[str, Figure]:
             x="context_len",
             y="step_ms",
             labels=(CONTEXT, "time per step (ms)"),
-            title="One decode step of the engine (median over rounds, 95% interval)",
+            title=f"One decode step of the engine (median of {over})",
             **common,
         ),
         "step_roofline": _roofline(table, "Decode step: floor at measured ceilings / time", common),
-        "step_speedup": _speedup(table, "Decode step", "rounds of separate runs, 95% interval", common),
+        "step_speedup": _speedup(table, "Decode step", f"{turns}, {over}", common),
     }
 
 
@@ -77,7 +80,6 @@ def _roofline(table: pd.DataFrame, title: str, common: dict[str, Any]) -> Figure
         title=title,
         log_y=False,
         level=1.0,
-        y_range=(0.0, 1.08),
         **common,
     )
 

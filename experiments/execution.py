@@ -16,7 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from experiments.failures import PointTimeout, VerdictError, describe, is_sticky, status_of
+from experiments.failures import (
+    PointTimeout,
+    UnsupportedError,
+    VerdictError,
+    describe,
+    is_sticky,
+    status_of,
+)
 from experiments.records import Row
 from experiments.suites.protocol import Point, PointContext, Suite
 
@@ -33,6 +40,8 @@ def run_here(suite: Suite, point: Point, context: PointContext) -> PointResult:
     """Measure a point in this process, with the time-out as far as Python code can be interrupted."""
     timeout_s = context.settings.size.timeout_s
     try:
+        if point.unsupported is not None:
+            raise UnsupportedError(point.unsupported)
         with _alarm(timeout_s):
             rows = suite.run(point, context)
         if not rows:

@@ -34,6 +34,7 @@ LINE_STYLES = {"cold": "-", "hot": "--"}
 HOLLOW = "--"  # markers of dashed lines are open, so that single points differ too
 MAX_ACROSS = 4  # panels side by side; more go on below
 MAX_TICKS = 9  # of x; more values than this get an ordinary axis
+WIDE = 3.0  # values whose largest is so many times the smallest get a logarithmic axis
 
 
 def line_grid(
@@ -48,20 +49,22 @@ def line_grid(
     columns: str | None = None,
     rows: str | None = None,
     styles: str | None = None,
-    log_y: bool = True,
+    log_y: bool | None = None,
     level: float | None = None,
-    y_range: tuple[float, float] | None = None,
+    ideal: bool = False,
+    top: float | None = None,
     order: Sequence[str] | None = None,
     empty: str = "no timed rows",
 ) -> Figure:
     """y over x, one line a series, in a grid of panels over the values of `columns` and `rows`.
 
-    styles: a column that chooses the line style (cache_state). level: a horizontal line to compare with.
-    order: series in the order of their colours; all that the table names if None. A series that was not timed keeps
-    its colour and has no line.
+    styles: a column that chooses the line style (cache_state). log_y: None lets the values decide (see is_wide); a
+    linear axis begins at 0. level: a horizontal line to compare with; ideal: the line y = x. top: of a linear axis, at
+    least. order: series in the order of their colours; all that the table names if None. A series that was not timed
+    keeps its colour and has no line.
     """
     names = list(order) if order is not None else list(dict.fromkeys(table[series]))
-    if not table[y].notna().any():
+    if y not in table or not table[y].notna().any():
         return nothing(title, empty)
     down, across = _values(table, rows), _values(table, columns)
     panels = [(row, column) for row in down for column in across]
@@ -91,6 +94,8 @@ def line_grid(
                         handles.setdefault(_legend(name, style), drawn)
             if level is not None:
                 axes.axhline(level, color="0.4", linewidth=0.8, linestyle=":")
+            if ideal:
+                axes.axline((1, 1), (2, 2), color="0.4", linewidth=0.8, linestyle=":")
             axes.set_title(panel_title([(rows, row, len(down)), (columns, column, len(across))]), fontsize=9)
             if not panel[y].notna().any():
                 axes.text(
@@ -98,7 +103,10 @@ def line_grid(
                 )
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
-        _scales(grid[0][0], table, x, y, log_y, y_range)
+        _x_scale(grid[0][0], table, x)
+        spread = [y, f"{y}_low", f"{y}_high"] if interval else [y]
+        values = [v for name in spread if name in table for v in table[name].dropna().astype(float)]
+        y_scale(grid[0][0], [*values, *([] if level is None else [level])], log_y, top)
         figure.supxlabel(labels[0], fontsize=9)
         figure.supylabel(labels[1], fontsize=9)
         figure.suptitle(title, fontsize=10)
@@ -136,6 +144,7 @@ _SHORT = {
     "operation": "",
     "arrivals": "",
     "level": "",
+    "unique_len": "unique tokens ",
     "num_q_heads": "query heads ",
     "dtype": "",
 }
@@ -171,9 +180,7 @@ def _nonnegative(values: Any) -> list[float]:
     return [0.0 if math.isnan(value) else max(float(value), 0.0) for value in values]
 
 
-def _scales(
-    axes: Axes, table: pd.DataFrame, x: str, y: str, log_y: bool, y_range: tuple[float, float] | None
-) -> None:
+def _x_scale(axes: Axes, table: pd.DataFrame, x: str) -> None:
     """Shared by all panels: a log axis for x that doubles, with the measured values as its ticks."""
     ticks = sorted({float(value) for value in table[x].dropna()})
     if ticks and len(ticks) <= MAX_TICKS and ticks[0] > 0:
@@ -181,21 +188,44 @@ def _scales(
         axes.set_xticks(
             ticks, [f"{int(t) // 1024}K" if t >= 1024 and t % 1024 == 0 else f"{t:g}" for t in ticks]
         )
-        margin = 1.15 if len(ticks) > 1 else 1.5
+        # Room for a label at either end, so that those of panels side by side do not touch.
+        margin = max(1.15, (ticks[-1] / ticks[0]) ** 0.08) if len(ticks) > 1 else 1.5
         axes.set_xlim(ticks[0] / margin, ticks[-1] * margin)
         axes.xaxis.minorticks_off()
-    if log_y and table[y].notna().any():
+
+
+def is_wide(values: Sequence[float]) -> bool:
+    """Whether values need a logarithmic axis: on one that begins at 0 the small ones could not be told apart."""
+    return bool(values) and min(values) > 0 and max(values) >= WIDE * min(values)
+
+
+def y_scale(axes: Axes, values: Sequence[float], log_y: bool | None = None, top: float | None = None) -> None:
+    """A y axis that holds the values: logarithmic between 1, 2 or 5 of some decades, or linear from 0 on.
+
+    Panels that share their y axis share the scale. log_y: None for is_wide; values of which some are not above 0 are
+    never drawn on a logarithmic axis.
+    """
+    if not values:
+        return
+    if is_wide(values) if log_y is None else log_y and min(values) > 0:
         axes.set_yscale("log")
-        plain_log_ticks(axes)
-    if y_range is not None:
-        axes.set_ylim(*y_range)
+        axes.set_ylim(_round_number(min(values), up=False), _round_number(max(values), up=True))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        highest, lowest = max(*values, top or 0.0, 0.0), min(*values, 0.0)
+        room = 0.08 * (highest - lowest)
+        axes.set_ylim(lowest - room if lowest < 0 else 0.0, highest + room if highest > 0 else 0.0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.6g}"))
 
 
-def plain_log_ticks(axes: Axes) -> None:
-    """1, 2 and 5 of each decade as ordinary numbers on a logarithmic y axis."""
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+def _round_number(value: float, *, up: bool) -> float:
+    """The next of 1, 2 and 5 times a power of ten, up or down; a value that is one already stays."""
+    decade = math.floor(math.log10(value))
+    steps = [mantissa * 10.0**power for power in range(decade - 1, decade + 2) for mantissa in (1, 2, 5)]
+    if up:
+        return min(step for step in steps if step >= value * (1 - 1e-9))
+    return max(step for step in steps if step <= value * (1 + 1e-9))
 
 
 def _values(table: pd.DataFrame, column: str | None) -> list[Any]:
@@ -219,5 +249,5 @@ def add_caption(figure: Figure, text: str) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG that nothing is cut off from, and forget the figure."""
-    figure.savefig(path, bbox_inches="tight", pad_inches=0.08)
+    figure.savefig(path, dpi=STYLE["savefig.dpi"], bbox_inches="tight", pad_inches=0.08)
     plt.close(figure)

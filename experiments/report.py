@@ -34,14 +34,19 @@ def printed_table(suite: Suite, rows: Sequence[Row]) -> str:
     if len(why) > MAX_REASONS:
         lines.append(f"  ... and {len(why) - MAX_REASONS} more reasons in table.csv")
     for name, further in suite.tables(to_frame(rows)).items():
-        lines += ["", f"{name}:", tables.to_text(tables.rounded(further))]
+        lines += ["", f"{name}:", tables.to_text(tables.rounded(further).head(MAX_PRINTED))]
+        if len(further) > MAX_PRINTED:
+            lines.append(f"... and {len(further) - MAX_PRINTED} more lines in {name}.csv")
     return "\n".join(lines)
 
 
 def write(
     folder: Path, suite: Suite, rows: Sequence[Row], record: Mapping[str, Any], *, plots: bool = True
 ) -> None:
-    """table.csv, plots/*.png, report.md and report.html of a run, each replacing the one before."""
+    """table.csv, plots/*.png, report.md and report.html of a run, each replacing the one before.
+
+    record: the run's provenance; its "note", if somebody has written one, stands below the title.
+    """
     import pandas as pd
 
     frame = to_frame(rows)
@@ -52,6 +57,7 @@ def write(
         each.to_csv(folder / f"{name}.csv", index=False)
     names = _draw(folder / "plots", suite, frame, record) if plots else []
     title = f"{suite.name} on {record['device_name']}"
+    note = record.get("note")
     sections = {
         "What was run": _facts(frame, record),
         **{name.capitalize(): tables.rounded(each) for name, each in further.items()},
@@ -59,8 +65,9 @@ def write(
         "Without a time": pd.DataFrame({"why": tables.reasons(table)}),
         "What failed": _failures(frame),
     }
-    (folder / "report.md").write_text(_markdown(title, sections, names))
-    (folder / "report.html").write_text(_html(title, sections, [folder / "plots" / name for name in names]))
+    (folder / "report.md").write_text(_markdown(title, note, sections, names))
+    images = [folder / "plots" / name for name in names]
+    (folder / "report.html").write_text(_html(title, note, sections, images))
 
 
 def _draw(folder: Path, suite: Suite, frame: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
@@ -71,14 +78,14 @@ def _draw(folder: Path, suite: Suite, frame: pd.DataFrame, record: Mapping[str, 
         old.unlink()
     names = []
     for name, figure in suite.figures(frame).items():
-        plots.add_caption(figure, caption(record))
+        plots.add_caption(figure, caption(record, frame))
         plots.save(figure, folder / f"{name}.png")
         names.append(f"{name}.png")
     return names
 
 
-def caption(record: Mapping[str, Any]) -> str:
-    """Device, versions and commit in one line."""
+def caption(record: Mapping[str, Any], frame: pd.DataFrame | None = None) -> str:
+    """Device, versions and commit in one line; above it, of a run's rows, the model, its weights and its dtype."""
     packages = record["packages"]
     driver = (record.get("gpu_before") or {}).get("driver_version")
     parts = [
@@ -86,10 +93,21 @@ def caption(record: Mapping[str, Any]) -> str:
         f"torch {packages['torch']}",
         f"triton {packages['triton']}" if packages["triton"] else "no triton",
         f"driver {driver}" if driver else None,
-        f"decodelab {packages['decodelab'] or '?'} at {' and '.join(_commits(record, 10))}",
+        " ".join(
+            ["decodelab", *filter(None, [packages["decodelab"]]), "at", " and ".join(_commits(record, 10))]
+        ),
         str(record["started"])[:10],
     ]
-    return "  |  ".join(part for part in parts if part)
+    line = "  |  ".join(part for part in parts if part)
+    measured = "" if frame is None else _measured(frame)
+    return f"{measured}\n{line}" if measured else line
+
+
+def _measured(frame: pd.DataFrame) -> str:
+    """What model was run, in one line; of kernels alone only the dtype."""
+    names = [", ".join(frame[name].dropna().unique()) for name in ("model", "dtype")]
+    weights = "dummy weights" if (frame["load_format"] == "dummy").fillna(False).any() else ""
+    return "  |  ".join(part for part in (*names, weights) if part)
 
 
 def _commits(record: Mapping[str, Any], length: int) -> list[str]:
@@ -116,14 +134,43 @@ def _facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
         "versions": ", ".join(f"{name} {version}" for name, version in record["packages"].items() if version),
         "seed": str(record["seed"]),
         "rows": ", ".join(f"{count} {status}" for status, count in sorted(record.get("rows", {}).items())),
+        "kernels": "; ".join(_kernels(frame)) or "-",
         "timing": ", ".join(frame["timing_method"].dropna().unique()) or "-",
         "throttled rows": f"{int(throttled.sum())} of {len(throttled)}"
         if len(throttled)
         else "not known here",
-        "intervals": "95%, bootstrap over rounds; speed-ups are paired by round; <- marks a winner, named only where "
-        "its paired ratio to every other leaves 1 by more than 1%",
+        "intervals": "95%, bootstrap over rounds (of fewer than 6 rounds: their range, which is less); speed-ups are "
+        "paired by round; <- marks a winner, named only where 6 paired ratios to every other leave 1 by more than 1%",
+        **_turns(frame),
     }
     return pd.DataFrame({"what": facts.keys(), "value": facts.values()})
+
+
+def _kernels(frame: pd.DataFrame) -> list[str]:
+    """What each variant ran that its name does not say, as the engine told it."""
+    found = []
+    timed = frame[(frame["status"] == "ok") & frame["variant"].notna()]
+    for variant, rows in timed.groupby("variant", sort=False):
+        chosen = {kind: rows[f"{kind}_attention"].dropna().unique() for kind in ("decode", "prefill")}
+        told = [f"{kind} {', '.join(names)}" for kind, names in chosen.items() if len(names)]
+        if told:
+            found.append(f"{variant}: {' and '.join(told)}")
+    return found
+
+
+def _turns(frame: pd.DataFrame) -> dict[str, str]:
+    """How engines that are compared took turns, where there are any."""
+    engines = frame[frame["level"].isin(["step", "workload"])]
+    if engines["variant"].nunique() < 2:
+        return {}
+    if engines["engine_pass"].nunique() > 1:
+        return {
+            "engines": "ran in the order A B B A, each pass a part of the rounds, so that an even drift cancels"
+        }
+    return {
+        "engines": "ran one after another, each all of its rounds: a drift meanwhile is in their speed-ups, so no "
+        "winner is named (bench.engine_passes=2 lets them take turns)"
+    }
 
 
 def _failures(frame: pd.DataFrame) -> pd.DataFrame:
@@ -134,8 +181,10 @@ def _failures(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(shown.astype(object).where(shown.notna(), "")).drop_duplicates()
 
 
-def _markdown(title: str, sections: Mapping[str, pd.DataFrame], plot_names: Sequence[str]) -> str:
-    parts = [f"# {title}"]
+def _markdown(
+    title: str, note: str | None, sections: Mapping[str, pd.DataFrame], plot_names: Sequence[str]
+) -> str:
+    parts = [f"# {title}", *([f"> {note}"] if note else [])]
     for heading, table in sections.items():
         if len(table):
             parts.append(f"## {heading}\n\n{tables.to_markdown(table)}")
@@ -153,9 +202,9 @@ img { max-width: 100%; margin: 1em 0; }
 """
 
 
-def _html(title: str, sections: Mapping[str, pd.DataFrame], images: Sequence[Path]) -> str:
+def _html(title: str, note: str | None, sections: Mapping[str, pd.DataFrame], images: Sequence[Path]) -> str:
     """One file with everything in it: styles, tables, pictures."""
-    parts = []
+    parts = [f"<blockquote>{html.escape(note)}</blockquote>"] if note else []
     for heading, table in sections.items():
         if len(table):
             parts.append(f"<h2>{html.escape(heading)}</h2>\n{table.to_html(index=False, border=0)}")

@@ -16,8 +16,9 @@ from experiments.backends.engine import (
 )
 from experiments.backends.greedy import check_last_token
 from experiments.checked_engine import checked_engine
-from experiments.collectives import collective_us
+from experiments.collectives import collective_columns
 from experiments.failures import IncorrectError
+from experiments.passes import EnginePass
 from experiments.provenance import is_throttled
 from experiments.records import Row
 from experiments.roofline import decode_step_cost
@@ -37,8 +38,12 @@ def step_point(
     batch_size: int,
     context_len: int,
     num_steps: int,
+    engine_pass: EnginePass | None = None,
 ) -> Point:
-    """A decode step of the engine with one variant's kernels; num_steps timed steps in each round."""
+    """A decode step of the engine with one variant's kernels; num_steps timed steps in each round.
+
+    engine_pass: the rounds it measures; all of the run's if None.
+    """
     engine_options(settings)  # refuses what LLM would, before anything runs
     setup = EngineSetup(settings, variant, tp)
     params = setup.columns() | {
@@ -46,13 +51,13 @@ def step_point(
         "batch_size": batch_size,
         "context_len": context_len,
         "num_steps": num_steps,
-        "rounds": settings.size.rounds,
+        **(engine_pass or EnginePass(0, 0, settings.size.rounds)).params,
         "seed": settings.seed,
         "model_config": setup.settings.model.argument,
         "engine": dict(settings.engine),
         "variant_options": dict(variant.options),
     }
-    return Point(suite, params, on_engine=True)
+    return setup.point(suite, params)
 
 
 def measure_step(point: Point, context: PointContext, *, max_interpreted_tokens: int) -> list[Row]:
@@ -61,7 +66,7 @@ def measure_step(point: Point, context: PointContext, *, max_interpreted_tokens:
     variant = next(v for v in settings.variants if v.name == params["variant"])
     setup = EngineSetup(settings, variant, params["tp"])
     batch_size, context_len, num_steps = params["batch_size"], params["context_len"], params["num_steps"]
-    total = settings.size.rounds * num_steps
+    total = params["rounds"] * num_steps
     # The context grows by a token a step; its mean over the timed steps is what was asked for.
     prompt_len = max(context_len - WARM_UP_STEPS - (total + 1) // 2, 1)
     budget = settings.engine["max_num_batched_tokens"]
@@ -76,7 +81,7 @@ def measure_step(point: Point, context: PointContext, *, max_interpreted_tokens:
     with checked_engine(
         setup, point, context, batch_size=batch_size, longest=longest, too_large=too_large
     ) as engine:
-        prompts = setup.prompts([prompt_len] * batch_size, context.seed(point) + 1)
+        prompts = setup.prompts([prompt_len] * batch_size, context.shared_seed(point))
         run = time_decode_steps(engine.llm, prompts, total, WARM_UP_STEPS)
         columns = engine.columns | {"throttled": is_throttled(context.device)}
         error = check_last_token(engine.llm, run, setup.dtype_name)
@@ -84,7 +89,7 @@ def measure_step(point: Point, context: PointContext, *, max_interpreted_tokens:
             raise IncorrectError(error, columns)
         columns |= engine.peak_memory() | {"num_preemptions": run.num_preemptions}
         if setup.tp > 1:
-            columns["collective_us"] = collective_us(engine.llm, prompts)
+            columns |= collective_columns(engine.llm, prompts)
     return [
         _round_row(
             point,
@@ -95,7 +100,7 @@ def measure_step(point: Point, context: PointContext, *, max_interpreted_tokens:
             run.steps[number * num_steps : (number + 1) * num_steps],
             columns,
         )
-        for number in range(settings.size.rounds)
+        for number in range(params["rounds"])
     ]
 
 
@@ -124,7 +129,7 @@ def _round_row(
         point,
         **columns,
         status="ok",
-        round=number,
+        round=point.params["first_round"] + number,
         time_us=time_us,
         time_us_low=interval.low if interval.low == interval.low else None,
         time_us_high=interval.high if interval.high == interval.high else None,

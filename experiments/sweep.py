@@ -73,6 +73,6 @@ def _run(
     isolate = context.settings.run.isolate
     if isolate == "auto":
         isolate = isolate_rest or (point.on_engine and context.device.type == "cuda")
-    if isolate:
+    if isolate and point.unsupported is None:
         return run_isolated(suite, point, context, config)
     return run_here(suite, point, context)

@@ -28,18 +28,24 @@ _MEDIANS = (
 )
 
 
-def summarise(rows: pd.DataFrame, keys: Sequence[str] = KEYS, medians: Sequence[str] = ()) -> pd.DataFrame:
+def summarise(
+    rows: pd.DataFrame,
+    keys: Sequence[str] = KEYS,
+    medians: Sequence[str] = (),
+    intervals: Sequence[str] = (),
+) -> pd.DataFrame:
     """One line a combination of keys and variant: status, median time over the rounds with its 95% interval,
     speed-up over the baseline with its interval, and `fastest` where a winner is shown.
 
-    medians: further columns of which the table is to hold the median. A line whose rows have several statuses carries
-    the worst. Lines that were not timed have null times.
+    medians: further columns of which the table is to hold the median; intervals: those of them that get an interval as
+    well, NAME_low and NAME_high. A line whose rows have several statuses carries the worst. Lines that were not timed
+    have null times.
     """
     keys = [key for key in keys if key in rows and rows[key].notna().any()]
     lines = []
     rows = _with_states(rows)
     for cell, group in rows.groupby(keys, dropna=False, sort=False):
-        lines += _cell(dict(zip(keys, cell)), group, (*_MEDIANS, *medians))
+        lines += _cell(dict(zip(keys, cell)), group, (*_MEDIANS, *medians), intervals)
     table = pd.DataFrame(lines)
     if table.empty:
         return table
@@ -55,7 +61,9 @@ def _with_states(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(variant=rows[SERIES].fillna("-"))
 
 
-def _cell(key: dict[str, Any], group: pd.DataFrame, medians: Sequence[str]) -> list[dict[str, Any]]:
+def _cell(
+    key: dict[str, Any], group: pd.DataFrame, medians: Sequence[str], intervals: Sequence[str]
+) -> list[dict[str, Any]]:
     """The lines of one comparison."""
     variants = list(dict.fromkeys(group["variant"]))
     timed = {
@@ -66,7 +74,7 @@ def _cell(key: dict[str, Any], group: pd.DataFrame, medians: Sequence[str]) -> l
     samples = {name: times for name, times in samples.items() if times}
     baseline = BASELINE if BASELINE in samples else next(iter(samples), None)
     paired = len({len(times) for times in samples.values()}) == 1
-    best = stats.winner(samples) if paired else None
+    best = stats.winner(samples) if paired and _took_turns(group) else None
     lines = []
     for variant in variants:
         of_variant = group[group["variant"] == variant]
@@ -86,11 +94,41 @@ def _cell(key: dict[str, Any], group: pd.DataFrame, medians: Sequence[str]) -> l
             line["gb_per_s"] = _median(frame["bytes"].astype(float) / frame["time_us"] / 1e3)
         known = [name for name in medians if name in of_variant and of_variant[name].notna().any()]
         line |= {name: _median(of_variant[name]) for name in known}
+        for name in intervals:
+            if name in known:
+                found = stats.median_interval(of_variant[name].dropna().astype(float).tolist())
+                line |= {f"{name}_low": found.low, f"{name}_high": found.high}
         line["fastest"] = variant == best
         errors = of_variant["error"].dropna()
         line["error"] = errors.iloc[0] if len(errors) else None
         lines.append(line)
     return lines
+
+
+def _took_turns(rows: pd.DataFrame) -> bool:
+    """Whether what is compared was measured in turns: kernels are, round by round; engines are from two passes on.
+
+    Else one may only seem faster, because the machine was when it had its turn.
+    """
+    of_engines = rows["level"].isin(["step", "workload"]) if "level" in rows else rows[SERIES].isna()
+    return not of_engines.any() or ("engine_pass" in rows and bool(rows["engine_pass"].nunique() > 1))
+
+
+def over_rounds(rows: pd.DataFrame) -> str:
+    """Of how many rounds a median is, and what its bars are then, for titles: "6 rounds, 95% interval".
+
+    Fewer than stats.MIN_PAIRS rounds have no 95% interval: the bootstrap then gives their range.
+    """
+    timed = rows[(rows["status"] == "ok") & rows["time_us"].notna()]
+    if timed.empty:
+        return "no rounds"
+    keys = [key for key in KEYS if key in timed and timed[key].notna().any()]
+    counts = timed.groupby([*keys, SERIES], dropna=False).size()
+    fewest, most = int(counts.min()), int(counts.max())
+    if most == 1:
+        return "1 round"
+    told = f"{most} rounds" if fewest == most else f"{fewest} to {most} rounds"
+    return f"{told}, {'95% interval' if fewest >= stats.MIN_PAIRS else 'lowest to highest'}"
 
 
 def worst_status(statuses: pd.Series) -> str:

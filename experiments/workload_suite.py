@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from experiments import workload
+from experiments.passes import in_turn
 from experiments.records import Row
 from experiments.settings import Settings
 from experiments.suites.protocol import Point, PointContext, Suite
@@ -38,10 +39,16 @@ _MEASURED = (
 )
 
 
+PLOTTED = (
+    *("output_tok_s", "prefill_s", "good_fraction"),
+    *(f"{name}_ms_p{p}" for name in ("ttft", "tpot") for p in workload.PERCENTILES),
+)
+
+
 class WorkloadSuite(Suite):
     """Points are variants x cases; a case is the params that phases() makes requests of.
 
-    Options have `rounds`, how often a point's phases are repeated with fresh prompts.
+    Options have `rounds`, how often a point's phases are repeated with fresh prompts, and may have `engine_passes`.
     """
 
     columns = workload.COLUMNS
@@ -69,18 +76,20 @@ class WorkloadSuite(Suite):
         engine_options(settings)  # refuses what LLM would, before anything runs
         chosen = self.parse_options(settings)
         points = []
+        passes = getattr(chosen, "engine_passes", 1)
         for case in self.cases(chosen):
-            for variant in settings.variants:
-                params = EngineSetup(settings, variant, case["tp"]).columns() | case
+            for engine_pass, variant in in_turn(settings.variants, chosen.rounds, passes):
+                setup = EngineSetup(settings, variant, case["tp"])
+                params = setup.columns() | case
                 params |= {
                     "level": "workload",
-                    "rounds": chosen.rounds,
+                    **engine_pass.params,
                     "seed": settings.seed,
                     "model_config": settings.model.argument,
                     "engine": dict(settings.engine),
                     "variant_options": dict(variant.options),
                 }
-                points.append(Point(self.name, params, on_engine=True))
+                points.append(setup.point(self.name, params))
         return points
 
     def run(self, point: Point, context: PointContext) -> list[Row]:
@@ -90,7 +99,7 @@ class WorkloadSuite(Suite):
         params = point.params
         variant = next(v for v in context.settings.variants if v.name == params["variant"])
         setup = EngineSetup(context.settings, variant, params["tp"])
-        rng = random.Random(context.seed(point))
+        rng = random.Random(context.shared_seed(point))
         rows = []
         with checked_engine(
             setup,
@@ -109,7 +118,9 @@ class WorkloadSuite(Suite):
                         workload.serve(engine.llm, phase.prime)
                     run = workload.serve(engine.llm, phase.requests)
                     columns = engine.columns | engine.peak_memory() | dict(phase.columns)
-                    rows.append(self._row(point, context, setup, run, number, columns))
+                    rows.append(
+                        self._row(point, context, setup, run, params["first_round"] + number, columns)
+                    )
         return rows
 
     def _warm_up(self, llm: Any, case: Mapping[str, Any], vocab_size: int, rng: random.Random) -> None:
@@ -152,7 +163,7 @@ class WorkloadSuite(Suite):
     def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
         from experiments.tables import summarise
 
-        return summarise(rows, medians=(*workload.COLUMNS, *_MEASURED))
+        return summarise(rows, medians=(*workload.COLUMNS, *_MEASURED), intervals=PLOTTED)
 
 
 def workload_cost(config: ModelConfig, run: WorkloadRun, tp: int, dtype: Any) -> Any:

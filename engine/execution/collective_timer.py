@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -13,8 +15,9 @@ _NCCL_KERNELS = ("ncclDevKernel", "ncclKernel")
 class CollectiveTimer:
     """Sums the time of collectives between start() and stop().
 
-    Over NCCL that is the time of its kernels, also in CUDA graphs, by torch's profiler, which slows the host down: what
-    share of a step it is must be asked of a step that was timed without it. Over gloo it is the time of the calls.
+    Over NCCL that is the time of its kernels, also in CUDA graphs, by torch's profiler, which slows the host down: the
+    whole time between the two is told as well, so that a share is of the same work. Over gloo it is the time of the
+    calls.
     """
 
     def __init__(self, group: ParallelGroup, device: torch.device) -> None:
@@ -22,6 +25,7 @@ class CollectiveTimer:
         self._device = device
         self._profile: profile | None = None
         self._host_s = 0.0
+        self._started_s = 0.0
 
     @property
     def _on_device(self) -> bool:
@@ -34,15 +38,18 @@ class CollectiveTimer:
             torch.cuda.synchronize(self._device)
             self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.start()
+        self._started_s = time.perf_counter()
 
-    def stop(self) -> float:
-        """Seconds since start()."""
+    def stop(self) -> tuple[float, float]:
+        """Seconds in collectives since start(), and all seconds since then, until the device had done its work."""
         if not self._on_device:
-            return self._group.host_time.seconds - self._host_s
+            elapsed_s = time.perf_counter() - self._started_s
+            return self._group.host_time.seconds - self._host_s, elapsed_s
         if self._profile is None:
             raise RuntimeError("collectives are timed from start() on, which was not called")
         torch.cuda.synchronize(self._device)
+        elapsed_s = time.perf_counter() - self._started_s
         finished, self._profile = self._profile, None
         finished.stop()
         kernels = [event for event in finished.events() if event.name.startswith(_NCCL_KERNELS)]
-        return sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e6
+        return sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e6, elapsed_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 
 from experiments.failures import UnsupportedError
 from experiments.settings import Settings, Variant
+from experiments.suites.protocol import Point
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -50,19 +51,20 @@ class EngineSetup:
             "prefill_attention": self.variant.prefill or self.settings.engine["prefill_attention"],
         }
 
+    def point(self, suite: str, params: dict[str, Any]) -> Point:
+        """A point that runs this engine."""
+        return Point(suite, params, on_engine=True, unsupported=self.refusal())
+
     def open(self, **options: Any) -> LLM:
         """The engine, with `options` over the configured ones. The caller closes it.
 
-        Raises UnsupportedError where this machine has too few GPUs for the ranks, or the kernel refuses the model.
+        Raises UnsupportedError with the refusal, if there is one.
         """
         from engine import LLM
 
-        check_ranks(self.settings.device, self.tp)
         reason = self.refusal()
         if reason is not None:
             raise UnsupportedError(reason)
-        if self.variant.options:
-            raise UnsupportedError("options of a decode kernel cannot be passed through the engine")
         arguments = engine_options(self.settings) | {
             "device": self.settings.device,
             "dtype": self.settings.model.dtype,
@@ -77,9 +79,15 @@ class EngineSetup:
         return LLM(self.settings.model.argument, **(arguments | options))
 
     def refusal(self) -> str | None:
-        """Why the variant's decode kernel cannot serve this model at all, or None; "auto" always finds one that can."""
+        """Why this engine cannot be, or None: the ranks cannot share the model or this machine, or the variant's decode
+        kernel cannot serve the model ("auto" always finds one that can)."""
         from kernels import decode
 
+        reason = ranks_refusal(self.settings.device, self.model_config, self.tp)
+        if reason is not None:
+            return reason
+        if self.variant.options:
+            return "options of a decode kernel cannot be passed through the engine"
         if self.variant.decode == "auto":
             return None
         device = torch.device(self.settings.device)
@@ -108,39 +116,60 @@ class EngineSetup:
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """The engine group's values; ValueError for one that LLM does not take, listing those it does."""
+    """The engine group's values; ValueError for one that LLM does not take, listing those it does, or for its value."""
     from engine import LLM
+    from engine.config import EngineConfig
 
     known = set(inspect.signature(LLM.__init__).parameters) - {"self", "model"}
     unknown = sorted(set(settings.engine) - known)
     if unknown:
         raise ValueError(f"unknown option engine.{unknown[0]}; known: {', '.join(sorted(known))}")
+    names = {field.name for field in fields(EngineConfig)}
+    EngineConfig(**{name: value for name, value in settings.engine.items() if name in names})
     return dict(settings.engine)
 
 
 def model_columns(settings: Settings, config: ModelConfig, dtype: str, tp: int) -> dict[str, Any]:
-    """The columns of a model whose heads are split over `tp` ranks."""
-    heads = config.heads_per_rank(tp)
+    """The columns of a model whose heads are split over `tp` ranks; null for the heads where they cannot be."""
+    heads = config.heads_per_rank(tp) if division_refusal(config, tp) is None else None
     return {
         "model": settings.model.name,
         "load_format": settings.model.load_format,
         "dtype": dtype,
         "tp": tp,
         "block_size": settings.engine["block_size"],
-        "num_q_heads": heads.num_q_heads,
-        "num_kv_heads": heads.num_kv_heads,
+        "num_q_heads": None if heads is None else heads.num_q_heads,
+        "num_kv_heads": None if heads is None else heads.num_kv_heads,
         "head_dim": config.head_dim,
     }
 
 
-def check_ranks(device: str, tp: int) -> None:
-    """Raise UnsupportedError unless every rank can have a GPU of its own (on a CPU ranks are processes)."""
-    if device == "cpu":
-        return
-    first = torch.device(device).index or 0
-    count = torch.cuda.device_count() - first
-    if tp > count:
-        raise UnsupportedError(f"tensor parallel {tp} needs {tp} GPUs, {count} visible from {device} on")
+def division_refusal(config: ModelConfig, tp: int) -> str | None:
+    """Why the model cannot be split over `tp` ranks, or None."""
+    from engine.models.config import check_parallel
+
+    try:
+        check_parallel(config, tp)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def ranks_refusal(device: str, config: ModelConfig, tp: int) -> str | None:
+    """Why no engine of `tp` ranks can run the model from `device` on, or None.
+
+    Each rank has a GPU of its own; on a CPU ranks are processes.
+    """
+    from engine.config import EngineConfig
+
+    reason = division_refusal(config, tp)
+    if reason is not None:
+        return reason
+    try:
+        EngineConfig(device=device, tensor_parallel_size=tp).resolve_devices(tp)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)

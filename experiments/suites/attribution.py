@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from experiments.passes import in_turn
 from experiments.records import Row
 from experiments.settings import Settings
 from experiments.suites import options
-from experiments.suites.decode_kernel import kernel_point, measure_decode, variant_columns
+from experiments.suites.decode_kernel import measure_decode, rank_kernel_point, variant_columns
 from experiments.suites.protocol import Point, PointContext
 from experiments.workload import Request
 from experiments.workload_suite import Phase, WorkloadSuite, random_prompt
@@ -30,13 +31,14 @@ class AttributionOptions:
     output_len: int
     engine_steps: int
     rounds: int
+    engine_passes: int
     tensor_parallel: Any
     max_interpreted_tokens: int
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "context_lens", "tensor_parallel"):
             object.__setattr__(self, name, options.positives(name, getattr(self, name)))
-        for name in ("output_len", "engine_steps", "rounds", "max_interpreted_tokens"):
+        for name in ("output_len", "engine_steps", "rounds", "engine_passes", "max_interpreted_tokens"):
             options.positive(name, getattr(self, name))
 
 
@@ -48,7 +50,7 @@ class Attribution(WorkloadSuite):
     columns = WorkloadSuite.columns | {"num_layers": "Int64"}
 
     def points(self, settings: Settings) -> list[Point]:
-        from experiments.backends.engine import EngineSetup, model_columns
+        from experiments.backends.engine import EngineSetup
         from experiments.step_bench import step_point
 
         if len(settings.variants) < 2:
@@ -62,15 +64,24 @@ class Attribution(WorkloadSuite):
             chosen.tensor_parallel, chosen.batch_sizes, chosen.context_lens
         ):
             shape = {"batch_size": batch, "context_len": context_len}
-            columns = model_columns(settings, setup.model_config, setup.dtype_name, tp)
-            kernels.append(kernel_point(settings, suite=self.name, **shape, **columns))
+            kernels.append(rank_kernel_point(settings, suite=self.name, tp=tp, **shape))
             steps += [
-                step_point(settings, v, suite=self.name, tp=tp, num_steps=chosen.engine_steps, **shape)
-                for v in settings.variants
+                step_point(
+                    settings,
+                    variant,
+                    suite=self.name,
+                    tp=tp,
+                    num_steps=chosen.engine_steps,
+                    engine_pass=engine_pass,
+                    **shape,
+                )
+                for engine_pass, variant in in_turn(
+                    settings.variants, settings.size.rounds, chosen.engine_passes
+                )
             ]
         num_layers = {"num_layers": setup.model_config.num_layers}
         points = [*kernels, *steps, *super().points(settings)]
-        return [Point(p.suite, {**p.params, **num_layers}, p.on_engine) for p in points]
+        return [replace(point, params={**point.params, **num_layers}) for point in points]
 
     def cases(self, options: Any) -> list[dict[str, Any]]:
         axes = (options.tensor_parallel, options.batch_sizes, options.context_lens)
@@ -103,8 +114,9 @@ class Attribution(WorkloadSuite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.attribution import attribute, figures
+        from experiments.tables import over_rounds
 
-        return figures(attribute(rows))
+        return figures(attribute(rows), over_rounds(rows))
 
 
 SUITE = Attribution()

@@ -100,7 +100,7 @@ class DecodeKernel(Suite):
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.decode_figures import kernel_figures
 
-        return kernel_figures(self.summary(rows))
+        return kernel_figures(rows)
 
 
 def kernel_point(
@@ -111,6 +111,7 @@ def kernel_point(
     contiguous: bool = False,
     shared_prefix: float = 0.0,
     kv_dtype: str | None = None,
+    unsupported: str | None = None,
     **columns: Any,
 ) -> Point:
     """A comparison of decode kernels at one shape; its identity holds all that its rows depend on."""
@@ -128,7 +129,22 @@ def kernel_point(
     }
     if kv_dtype is not None:
         params["kv_dtype"] = kv_dtype
-    return Point(suite, params)
+    return Point(suite, params, unsupported=unsupported)
+
+
+def rank_kernel_point(settings: Settings, *, suite: str, tp: int, batch_size: int, context_len: int) -> Point:
+    """A kernel_point with the heads that one of `tp` ranks has of the run's model."""
+    from experiments.backends.engine import EngineSetup, division_refusal, model_columns
+
+    setup = EngineSetup(settings, settings.variants[0], tp)
+    return kernel_point(
+        settings,
+        suite=suite,
+        batch_size=batch_size,
+        context_len=context_len,
+        unsupported=division_refusal(setup.model_config, tp),
+        **model_columns(settings, setup.model_config, setup.dtype_name, tp),
+    )
 
 
 def variant_columns(point: Point) -> list[dict[str, Any]]:

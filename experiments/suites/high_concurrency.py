@@ -60,30 +60,31 @@ class HighConcurrency(EqualRequests):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
+        from experiments.tables import over_rounds
 
-        table = self.summary(rows)
-        common: dict[str, Any] = {"x": "batch_size", "interval": False, "columns": "tp"}
+        table, over = self.summary(rows), over_rounds(rows)
+        common: dict[str, Any] = {"x": "batch_size", "columns": "tp"}
         requests = "requests at once"
         return {
             "throughput": line_grid(
                 table,
                 y="output_tok_s",
                 labels=(requests, "output tokens per second"),
-                title="Throughput against concurrency (median over rounds)",
+                title=f"Throughput against concurrency (median of {over})",
                 **common,
             ),
             "tpot": line_grid(
                 table,
                 y="tpot_ms_p50",
-                labels=(requests, "median time per output token (ms)"),
-                title="Time per output token against concurrency (median over rounds)",
+                labels=(requests, "time per output token, p50 (ms)"),
+                title=f"Time per output token against concurrency (median of {over})",
                 **common,
             ),
             "ttft": line_grid(
                 table,
                 y="ttft_ms_p99",
-                labels=(requests, "99th percentile of time to first token (ms)"),
-                title="Time to first token against concurrency (median over rounds)",
+                labels=(requests, "time to first token, p99 (ms)"),
+                title=f"Time to first token against concurrency (median of {over})",
                 **common,
             ),
         }

@@ -6,10 +6,11 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from experiments.passes import in_turn
 from experiments.records import Row
-from experiments.settings import Settings, Variant
+from experiments.settings import Settings
 from experiments.suites import options
-from experiments.suites.decode_kernel import kernel_point, measure_decode, variant_columns
+from experiments.suites.decode_kernel import measure_decode, rank_kernel_point, variant_columns
 from experiments.suites.protocol import Point, PointContext, Suite
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class LongDecodeOptions:
     engine_context_lens: Any
     engine_tensor_parallel: Any
     engine_steps: int
+    engine_passes: int
     cache_states: Any
     max_interpreted_tokens: int
 
@@ -40,6 +42,7 @@ class LongDecodeOptions:
         states = options.choices("cache_states", self.cache_states, options.CACHE_STATES)
         object.__setattr__(self, "cache_states", states)
         options.positive("engine_steps", self.engine_steps)
+        options.positive("engine_passes", self.engine_passes)
         options.positive("max_interpreted_tokens", self.max_interpreted_tokens)
 
 
@@ -51,42 +54,37 @@ class LongDecode(Suite):
     options = LongDecodeOptions
 
     def points(self, settings: Settings) -> list[Point]:
+        from experiments.step_bench import step_point
+
         chosen = self.parse_options(settings)
         points = []
         if "kernel" in chosen.levels:
             axes = (chosen.tensor_parallel, chosen.batch_sizes, chosen.context_lens)
-            points += [self._kernel_point(settings, *axis) for axis in itertools.product(*axes)]
+            points += [
+                rank_kernel_point(
+                    settings, suite=self.name, tp=tp, batch_size=batch_size, context_len=context_len
+                )
+                for tp, batch_size, context_len in itertools.product(*axes)
+            ]
         if "step" in chosen.levels:
             axes = (chosen.engine_tensor_parallel, chosen.engine_batch_sizes, chosen.engine_context_lens)
-            for axis in itertools.product(*axes):
+            for tp, batch_size, context_len in itertools.product(*axes):
                 points += [
-                    self._step_point(settings, variant, chosen, *axis) for variant in settings.variants
+                    step_point(
+                        settings,
+                        variant,
+                        suite=self.name,
+                        tp=tp,
+                        batch_size=batch_size,
+                        context_len=context_len,
+                        num_steps=chosen.engine_steps,
+                        engine_pass=engine_pass,
+                    )
+                    for engine_pass, variant in in_turn(
+                        settings.variants, settings.size.rounds, chosen.engine_passes
+                    )
                 ]
         return points
-
-    def _kernel_point(self, settings: Settings, tp: int, batch_size: int, context_len: int) -> Point:
-        from experiments.backends.engine import EngineSetup, model_columns
-
-        setup = EngineSetup(settings, settings.variants[0], tp)
-        columns = model_columns(settings, setup.model_config, setup.dtype_name, tp)
-        return kernel_point(
-            settings, suite=self.name, batch_size=batch_size, context_len=context_len, **columns
-        )
-
-    def _step_point(
-        self, settings: Settings, variant: Variant, chosen: Any, tp: int, batch_size: int, context_len: int
-    ) -> Point:
-        from experiments.step_bench import step_point
-
-        return step_point(
-            settings,
-            variant,
-            suite=self.name,
-            tp=tp,
-            batch_size=batch_size,
-            context_len=context_len,
-            num_steps=chosen.engine_steps,
-        )
 
     def run(self, point: Point, context: PointContext) -> list[Row]:
         chosen = self.parse_options(context.settings)
@@ -107,9 +105,8 @@ class LongDecode(Suite):
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.decode_figures import kernel_figures, step_figures
 
-        table = self.summary(rows)
         figures: dict[str, Figure] = {}
-        kernel, step = (table[table["level"] == level] for level in ("kernel", "step"))
+        kernel, step = (rows[rows["level"] == level] for level in ("kernel", "step"))
         if len(kernel):
             figures |= kernel_figures(kernel)
         if len(step):

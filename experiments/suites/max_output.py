@@ -49,7 +49,6 @@ class MaxOutput(EqualRequests):
             columns="tp",
             labels=("tokens of the sequence so far", "time between tokens (ms)"),
             title="Time between tokens as the output grows (median of each part)",
-            log_y=False,
         )
         return {"itl_by_length": figure}
 

@@ -59,7 +59,7 @@ class PrefillKernelSuite(Suite):
     def points(self, settings: Settings) -> list[Point]:
         import torch
 
-        from experiments.backends.engine import EngineSetup, model_columns
+        from experiments.backends.engine import EngineSetup, division_refusal, model_columns
         from kernels import prefill
 
         chosen = self.parse_options(settings)
@@ -82,7 +82,8 @@ class PrefillKernelSuite(Suite):
                 "samples": settings.size.samples,
                 "seed": settings.seed,
             }
-            points.append(Point(self.name, params))
+            refusal = division_refusal(setup.model_config, tp)
+            points.append(Point(self.name, params, unsupported=refusal))
         return points
 
     def run(self, point: Point, context: PointContext) -> list[Row]:
@@ -113,6 +114,7 @@ class PrefillKernelSuite(Suite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.bar_plots import bar_grid
+        from experiments.tables import over_rounds
 
         table = self.summary(rows)
         shapes = zip(table["batch_size"], table["query_len"], table["context_len"])
@@ -125,8 +127,8 @@ class PrefillKernelSuite(Suite):
                 groups="shape",
                 rows="tp",
                 labels=(shape, "time per call (µs)"),
-                title="Prefill attention, time of a call (median over rounds, 95% interval)",
-                log_y=True,
+                title=f"Prefill attention, time of a call (median of {over_rounds(rows)})",
+                log_y=None,
             ),
             "roofline": bar_grid(
                 table,

@@ -93,28 +93,36 @@ class PrefixCache(WorkloadSuite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
+        from experiments.tables import over_rounds
 
-        table = self.summary(rows)
+        table, over = self.summary(rows), over_rounds(rows)
+        prefill = {
+            f"prefill_ms{end}": 1e3 * table[f"prefill_s{end}"]
+            for end in ("", "_low", "_high")
+            if f"prefill_s{end}" in table
+        }
+        table = table.assign(**(prefill or {"prefill_ms": None}))
+        common: dict[str, Any] = {
+            "x": "context_len",
+            "columns": "tp",
+            "rows": "unique_len",
+            "styles": "cache_state",
+        }
+        states = f"unrelated (cold), prefix cached (hot)\nmedian of {over}"
         return {
             "prefill": line_grid(
                 table,
-                x="context_len",
-                y="prefill_s",
-                interval=False,
-                columns="tp",
-                styles="cache_state",
-                labels=("prompt length (tokens)", "prefill of all prompts (s)"),
-                title=f"Prefill of {rows['batch_size'].max()} prompts: unrelated (cold), prefix cached (hot)",
+                y="prefill_ms",
+                labels=("prompt length (tokens)", "prefill of all prompts (ms)"),
+                title=f"Prefill of {rows['batch_size'].max()} prompts: {states}",
+                **common,
             ),
             "ttft": line_grid(
                 table,
-                x="context_len",
                 y="ttft_ms_p50",
-                interval=False,
-                columns="tp",
-                styles="cache_state",
-                labels=("prompt length (tokens)", "median time to first token (ms)"),
-                title="Time to first token: unrelated prompts (cold), prefix cached (hot)",
+                labels=("prompt length (tokens)", "time to first token, p50 (ms)"),
+                title=f"Time to first token: {states}",
+                **common,
             ),
         }
 

@@ -25,12 +25,14 @@ class Point:
     """One combination of a sweep. params: flat, JSON-able, complete: their hash is the point's identity.
 
     Params that are columns are copied into the point's rows (see PointContext.row). on_engine: a whole engine runs,
-    which isolation is for.
+    which isolation is for. unsupported: why this machine or model cannot run it, where that is known beforehand: its
+    rows say so, and nothing is started.
     """
 
     suite: str
     params: Mapping[str, Any]
     on_engine: bool = False
+    unsupported: str | None = None
 
     @cached_property
     def id(self) -> str:
@@ -46,6 +48,15 @@ class Point:
         return " ".join(parts) or self.id
 
 
+# Params that say who does a point's work, not what the work is.
+_WORKERS = frozenset(
+    {
+        *("variant", "decode_attention", "prefill_attention", "variant_options", "engine", "block_size"),
+        *("tp", "num_q_heads", "num_kv_heads"),
+    }
+)
+
+
 @dataclass(frozen=True)
 class PointContext:
     """What measuring a point may use besides the point: the run's settings, device and measured ceilings."""
@@ -59,7 +70,16 @@ class PointContext:
 
     def seed(self, point: Point) -> int:
         """Of the point's inputs: the run's seed and the point, so that a point alone repeats what a sweep did."""
-        digest = hashlib.sha256(f"{self.settings.seed} {point.id}".encode()).digest()
+        return self._digest(point.id)
+
+    def shared_seed(self, point: Point) -> int:
+        """Of a workload's requests: the same for points that differ only in kernels, engine options or ranks, so that
+        all of them are given the same work."""
+        work = {name: value for name, value in point.params.items() if name not in _WORKERS}
+        return self._digest(point_id(point.suite, work))
+
+    def _digest(self, name: str) -> int:
+        digest = hashlib.sha256(f"{self.settings.seed} {name}".encode()).digest()
         return int.from_bytes(digest[:6], "big")
 
     def row(self, point: Point, **values: Any) -> Row:

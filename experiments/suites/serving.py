@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import arrivals, workload
 from experiments.suites import options
 from experiments.workload import Request, WorkloadRun
-from experiments.workload_suite import Phase, WorkloadSuite, random_prompt
+from experiments.workload_suite import PLOTTED, Phase, WorkloadSuite, random_prompt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,20 +131,21 @@ class Serving(WorkloadSuite):
 
         medians = (*self.columns, "prompt_tokens", "output_tokens", "num_preemptions")
         medians = tuple(name for name in medians if name not in ("arrivals", "request_rate"))
-        return summarise(rows, medians=medians)
+        return summarise(rows, medians=medians, intervals=PLOTTED)
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
+        from experiments.tables import over_rounds
 
-        table = self.summary(rows)
-        common: dict[str, Any] = {"x": "request_rate", "interval": False, "columns": "arrivals"}
+        table, over = self.summary(rows), over_rounds(rows)
+        common: dict[str, Any] = {"x": "request_rate", "columns": "arrivals", "rows": "tp"}
         rate = "requests per second (trace: times as fast as recorded)"
         figures = {
             f"{name}_p{p}": line_grid(
                 table,
                 y=f"{name}_ms_p{p}",
                 labels=(rate, f"{title} (ms)"),
-                title=f"{title[0].upper()}{title[1:]}, {'median' if p == 50 else f'{p}th percentile'}",
+                title=f"{title[0].upper()}{title[1:]}, p{p} over requests (median of {over})",
                 **common,
             )
             for name, title in (("ttft", "time to first token"), ("tpot", "time per output token"))
@@ -155,9 +156,9 @@ class Serving(WorkloadSuite):
             table,
             y="good_fraction",
             labels=(rate, "fraction of requests"),
-            title=f"Goodput: requests with {targets}",
+            title=f"Goodput: requests with {targets} (median of {over})",
             log_y=False,
-            y_range=(0.0, 1.05),
+            top=1.0,
             **common,
         )
         return figures

@@ -67,48 +67,67 @@ class TpScaling(Suite):
         return (EngineSetup(settings, settings.variants[0]).dtype_name,)
 
     def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Speed-ups are over one rank; efficiency is the speed-up over the number of ranks.
-
-        collective_share: the part of a step that goes to collectives.
+        """Speed-ups are over one rank, by geometric means of rounds that have nothing in common; efficiency is the
+        speed-up over the number of ranks. For the columns of collectives see collectives.py.
         """
+        from experiments.stats import unpaired_ratio
         from experiments.tables import summarise
 
-        table = summarise(rows, medians=("collective_us",))
+        table = summarise(rows, medians=("collective_us", "collective_step_us", "collective_share"))
         if "time_us" not in table:
             return table
-        one = table[table["tp"] == 1].set_index(["variant", "batch_size", "context_len"])["time_us"]
-        keys = zip(table["variant"], table["batch_size"], table["context_len"])
-        table["speedup"] = [one.get(key, float("nan")) for key in keys] / table["time_us"]
-        table["speedup_low"] = table["speedup_high"] = float("nan")
-        table["speedup_over"] = "tp 1"
-        table["efficiency"] = table["speedup"] / table["tp"].astype(float)
-        if "collective_us" in table:
-            table["collective_share"] = table["collective_us"] / table["time_us"]
+        timed = rows[(rows["status"] == "ok") & rows["time_us"].notna()]
+        keys = ["variant", "batch_size", "context_len", "tp"]
+        times = {key: group["time_us"].tolist() for key, group in timed.groupby(keys)}
+        for line, key in zip(table.index, table[keys].itertuples(index=False, name=None)):
+            one, several = times.get((*key[:-1], 1)), times.get(key)
+            if one is None or several is None:
+                continue
+            ratio = unpaired_ratio(one, several)
+            table.loc[line, "speedup"] = ratio.value
+            if key[-1] > 1:
+                table.loc[line, ["speedup_low", "speedup_high"]] = ratio.low, ratio.high
+            table.loc[line, "speedup_over"] = "tp 1"
+            table.loc[line, "efficiency"] = ratio.value / key[-1]
         return table
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
+        from experiments.tables import over_rounds
 
-        table = self.summary(rows).assign()
-        for name in ("time_us", "speedup"):
+        table, over = self.summary(rows), over_rounds(rows)
+        for name in ("time_us", "time_us_low", "time_us_high", "speedup", "collective_share"):
             if name not in table:
                 table[name] = float("nan")
         common: dict[str, Any] = {"x": "tp", "columns": "batch_size", "rows": "context_len"}
+        step_ms = {
+            f"step_ms{end}": table[f"time_us{end}"].astype(float) / 1000 for end in ("", "_low", "_high")
+        }
         return {
             "step_time": line_grid(
-                table.assign(step_ms=table["time_us"].astype(float) / 1000),
+                table.assign(**step_ms),
                 y="step_ms",
                 labels=("ranks", "time per step (ms)"),
-                title="One decode step on several ranks (median over rounds)",
+                title=f"One decode step on several ranks (median of {over})",
                 **common,
             ),
             "speedup": line_grid(
                 table,
                 y="speedup",
-                interval=False,
                 labels=("ranks", "speed-up over one rank"),
-                title="One decode step: speed-up over one rank",
+                title=f"One decode step: speed-up over one rank; dotted: as many times as ranks ({over})",
+                ideal=True,
+                **common,
+            ),
+            "collectives": line_grid(
+                table,
+                y="collective_share",
+                interval=False,
+                labels=("ranks", "share of a step in collectives"),
+                title="Share of a decode step that rank 0 spends in collectives, waiting included",
                 log_y=False,
+                top=1.0,
+                empty="nothing to show: one rank has no collectives",
                 **common,
             ),
         }

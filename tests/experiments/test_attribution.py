@@ -47,16 +47,68 @@ def test_three_depths_and_what_survives() -> None:
     assert set(table["baseline"]) == {"single_pass"}
 
 
+def why(*frames: list[dict[str, Any]]) -> dict[str, str]:
+    """Reasons by depth; a share is there exactly where no reason is."""
+    table = attribute(to_frame([row for rows in frames for row in rows])).set_index("level")
+    assert (table["survives"].notna() == table["why_not"].isna()).all()
+    return table["why_not"].to_dict()
+
+
 def test_no_share_survives_of_a_gain_that_is_not_there() -> None:
-    frame = to_frame(
+    found = why(
+        *(rows("kernel", v, 100.0) for v in "ab"), rows("step", "a", 3000.0), rows("step", "b", 2900.0)
+    )
+    assert found["kernel"] == found["step"] == "no share: what the kernel gains is within the noise"
+
+
+def test_a_slower_kernel_has_no_share_and_a_negative_saving() -> None:
+    made = [rows("kernel", "a", 100.0), rows("kernel", "b", 200.0)]
+    made += [rows("step", "a", 3000.0), rows("step", "b", 5800.0)]
+    made += [rows("workload", v, t, output_len=11) for v, t in (("a", 30_000.0), ("b", 58_000.0))]
+    found = why(*made)
+    assert set(found.values()) == {"no share: the kernel is slower"}
+    table = attribute(to_frame([row for each in made for row in each])).set_index("level")
+    assert table["saved_us_per_step"].tolist() == pytest.approx([-2800.0] * 3, rel=1e-2)
+    assert (table["saved_us_per_step_low"] <= table["saved_us_per_step"]).all()
+
+
+def test_a_depth_that_loses_what_the_kernel_gains_has_no_share() -> None:
+    found = why(
+        rows("kernel", "a", 200.0),
+        rows("kernel", "b", 100.0),
+        rows("step", "a", 3000.0),
+        rows("step", "b", 3300.0),
+        rows("workload", "a", 30_000.0, output_len=11),
+        rows("workload", "b", 30_000.0, output_len=11),
+    )
+    assert found["kernel"] is None or found["kernel"] != found["kernel"]
+    assert found["step"] == "no share: the step is slower"
+    assert found["workload"] == "no share: what the workload gains is within the noise"
+
+
+def test_one_round_shows_no_gain() -> None:
+    found = why(rows("kernel", "a", 200.0)[:1], rows("kernel", "b", 100.0)[:1])
+    assert found["kernel"] == "no share: one round of the kernel shows no gain"
+
+
+def test_a_saving_has_the_interval_of_its_speed_up_and_its_sign() -> None:
+    """A pair of outliers must not give a saving below 0 beside a speed-up above 1, as medians of either side can."""
+    noisy = to_frame(
         [
             *rows("kernel", "a", 100.0),
-            *rows("kernel", "b", 100.0),
-            *rows("step", "a", 3000.0),
-            *rows("step", "b", 2900.0),
+            *rows("kernel", "b", 50.0)[:4],
+            *(row | {"time_us": 400.0} for row in rows("kernel", "b", 50.0)[4:]),
         ]
     )
-    assert attribute(frame)["survives"].isna().all()
+    line = attribute(noisy).set_index("level").loc["kernel"]
+    assert line["saved_us_per_step"] == pytest.approx(28 * line["baseline_us"] * (1 - 1 / line["speedup"]))
+    assert line["saved_us_per_step_low"] < line["saved_us_per_step"] < line["saved_us_per_step_high"]
+
+
+def test_engines_with_different_numbers_of_rounds_say_so() -> None:
+    found = why(rows("kernel", "a", 100.0), rows("kernel", "b", 100.0)[:4])
+    assert found["kernel"] == "6 rounds of a, 4 rounds of b"
+    assert found["step"] == "no rows"
 
 
 def test_a_depth_that_failed_says_why() -> None:

@@ -92,10 +92,12 @@ def test_step_rows_are_checked_and_carry_measured_lengths(folder: Path) -> None:
 
 def test_a_rank_too_many_is_unsupported_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(backend.UnsupportedError, match="needs 2 GPUs, 1 visible from cuda:0 on"):
-        backend.check_ranks("cuda:0", 2)
-    backend.check_ranks("cuda:0", 1)
-    backend.check_ranks("cpu", 2)
+    model = backend.EngineSetup(settings(), Variant("torch", "torch")).model_config
+    assert "needs 2 CUDA devices from cuda:0 on, but 1 are visible" in str(
+        backend.ranks_refusal("cuda:0", model, 2)
+    )
+    assert backend.ranks_refusal("cuda:0", model, 1) is None
+    assert backend.ranks_refusal("cpu", model, 2) is None
 
 
 @pytest.fixture(scope="module")

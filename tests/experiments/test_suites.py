@@ -141,10 +141,11 @@ def test_tensor_parallel_ranks_give_the_same_tokens(root: Path) -> None:
     assert (two["tokens_checked"] == 24).all()
     assert (two["num_q_heads"] == 4).all()
     assert (two["collective_us"] > 0).all()
+    share = two["collective_us"] / two["collective_step_us"]
+    assert two["collective_share"].tolist() == pytest.approx(share.tolist())
     table = pd.read_csv(folder_of("tp_scaling", root) / "table.csv").set_index(["tp", "batch_size"])
-    assert (
-        table.loc[2, "collective_share"] > 0
-    ).all()  # of other steps' time: on a busy machine it may pass 1
+    assert table.loc[2, "collective_share"].between(0, 1, inclusive="neither").all()  # of the same steps
+    assert (table.loc[2, "speedup_low"] <= table.loc[2, "speedup"]).all()
     assert table.loc[1, "collective_share"].isna().all()
     assert table.loc[2, "efficiency"].notna().all()
 

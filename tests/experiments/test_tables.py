@@ -8,7 +8,7 @@ import pytest
 
 from experiments.columns import make_row
 from experiments.records import to_frame
-from experiments.tables import compact, reasons, summarise, to_markdown
+from experiments.tables import compact, over_rounds, reasons, summarise, to_markdown
 
 
 def rows(
@@ -95,9 +95,35 @@ def test_nothing_timed_gives_a_table_and_a_figure_that_say_so() -> None:
 
     from experiments.decode_figures import kernel_figures
 
-    table = summarise(to_frame([*rows("split_kv", None, status="not_timed")]))
-    assert len(compact(table)) == 1
-    for figure in kernel_figures(table).values():
+    frame = to_frame([*rows("split_kv", None, status="not_timed")])
+    assert len(compact(summarise(frame))) == 1
+    for figure in kernel_figures(frame).values():
         texts = [text.get_text() for axes in figure.axes for text in axes.texts]
         assert any("not timed" in text for text in texts)
         plt.close(figure)
+
+
+def test_engines_that_did_not_take_turns_have_no_winner() -> None:
+    """One ran after the other: what drifted meanwhile may be all that tells them apart."""
+    slow, fast = [100 * n for n in NOISE], [50 * n for n in NOISE]
+    frame = to_frame([*rows("a", slow), *rows("b", fast)])
+    assert summarise(frame)["fastest"].tolist() == [False, True]
+    assert not summarise(frame.assign(level="step", engine_pass=0))["fastest"].any()
+    in_turn = frame.assign(level="step", engine_pass=[0, 0, 0, 1, 1, 1] * 2)
+    assert summarise(in_turn)["fastest"].tolist() == [False, True]
+
+
+def test_titles_say_how_many_rounds_and_what_the_bars_are() -> None:
+    assert over_rounds(to_frame(rows("a", NOISE))) == "6 rounds, 95% interval"
+    assert over_rounds(to_frame(rows("a", NOISE[:3]))) == "3 rounds, lowest to highest"
+    assert over_rounds(to_frame(rows("a", NOISE[:1]))) == "1 round"
+    assert over_rounds(to_frame(rows("a", None))) == "no rounds"
+    mixed = to_frame([*rows("a", NOISE), *rows("a", NOISE[:4], context=256)])
+    assert over_rounds(mixed) == "4 to 6 rounds, lowest to highest"
+
+
+def test_columns_that_are_plotted_have_intervals() -> None:
+    frame = to_frame(rows("a", NOISE)).assign(ttft_ms_p50=[10.0, 11.0, 12.0, 13.0, 14.0, 40.0])
+    line = summarise(frame, medians=["ttft_ms_p50"], intervals=["ttft_ms_p50"]).iloc[0]
+    assert 10.0 <= line["ttft_ms_p50_low"] < line["ttft_ms_p50"] < line["ttft_ms_p50_high"] <= 40.0
+    assert "ttft_ms_p50_low" not in summarise(frame, medians=["ttft_ms_p50"])
