@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine import LLM, RequestOutput
+from engine.execution.workers import Workers
 from experiments.agreement import (
     ForcedAgreement,
     Tolerance,
@@ -65,6 +66,8 @@ class PromptCheck:
             return f"token {self.diff_step}: first beyond tolerance at {self.location}"
         if self.forced.first_mismatch is None and self.forced.first_beyond is None:
             return f"token {self.diff_step}: in the batched run only; alone the engine agrees"
+        if self.largest is None:
+            return f"token {self.diff_step}: modules cannot be compared, they are on ranks of their own"
         return f"token {self.diff_step}: no module beyond tolerance, largest at {self.largest}"
 
 
@@ -122,8 +125,10 @@ def locate(
     """Compare the networks module by module at the position whose logits choose continuation's last token.
 
     Returns the first module beyond tolerance, or None, and the one with the largest error; two Nones if no module's
-    output could be seen.
+    output could be seen, as where ranks of their own hold them.
     """
+    if isinstance(llm.runner, Workers):
+        return None, None
     names = module_names(llm.model.config.num_layers)
     own = capture(
         dict(llm.model.named_modules()),

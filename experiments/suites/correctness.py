@@ -1,9 +1,10 @@
 """The engine against Transformers on the same weights: greedy ids, teacher-forced logits, and where they part.
 
-Every prompt is answered greedily by Transformers, one at a time, and by the engine, all in one batch. A first different
-token counts as wrong unless the reference's two best logits are closer there than the stated margin. Then both run
-over the reference's answer (teacher forcing), which compares every token's distribution whatever came before it. Where
-they differ, the modules of both are compared in order at the first such token.
+Every prompt is answered greedily by Transformers, one at a time, and by the engine, all in one batch, once eagerly and
+once by CUDA graphs, whose answers are also compared with each other. A first token that is not the reference's counts
+as wrong unless the reference's two best logits are closer there than the stated margin. Then both run over the
+reference's answer (teacher forcing), which compares every token's distribution whatever came before it. Where they
+differ, the modules of both are compared in order at the first such token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from experiments.failures import UnsupportedError, VerdictError, describe, status_of
 from experiments.records import Row
 from experiments.settings import Settings
 from experiments.suites import options
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
+    from engine import LLM
     from engine.models.checkpoint import ModelSource
     from experiments.agreement import Tolerance
     from experiments.backends.engine import EngineSetup
     from experiments.backends.transformers import TransformersReference
     from experiments.prompt_check import PromptCheck
+
+EXECUTIONS = ("eager", "graph")
 
 PROMPTS = (
     "What is the capital of France?",
@@ -49,7 +54,8 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class CorrectnessOptions:
-    """prompts: texts; null: num_prompts of PROMPTS or, without a tokenizer, of 1 to max_prompt_len random ids.
+    """execution: "eager" and "graph" (CUDA graphs), one or both; null: both, or eager alone with engine.enforce_eager.
+    prompts: texts; null: num_prompts of PROMPTS or, without a tokenizer, of 1 to max_prompt_len random ids.
 
     output_len: new tokens a prompt at most. The interpreted_* ones hold where a kernel runs in Triton's interpreter.
     reference_dtype: of the reference's weights; null: the engine's. margin_tolerance, logprob_tolerance: shares of the
@@ -60,6 +66,7 @@ class CorrectnessOptions:
     output_len: int
     interpreted_prompts: int
     interpreted_output_len: int
+    execution: Any = None
     max_prompt_len: int = 48
     tensor_parallel: Any = (1,)
     prompts: Sequence[str] | None = None
@@ -77,6 +84,8 @@ class CorrectnessOptions:
             self, "tensor_parallel", options.positives("tensor_parallel", self.tensor_parallel)
         )
         options.flag("ignore_eos", self.ignore_eos)
+        if self.execution is not None:
+            object.__setattr__(self, "execution", options.choices("execution", self.execution, EXECUTIONS))
         if self.reference_dtype is not None:
             options.choices("reference_dtype", self.reference_dtype, options.DTYPES)
         for name in ("margin_tolerance", "logprob_tolerance"):
@@ -90,18 +99,30 @@ class CorrectnessOptions:
         ):
             raise ValueError(f"bench.prompts must be a list of texts, got {self.prompts!r}")
 
+    def executions(self, settings: Settings) -> tuple[str, ...]:
+        """How the engine is to run, in order: eager first, which the other is compared with."""
+        always_eager = settings.engine["enforce_eager"]
+        if self.execution is None:
+            return ("eager",) if always_eager else EXECUTIONS
+        if always_eager and "graph" in self.execution:
+            raise ValueError("bench.execution holds graph, which engine.enforce_eager=true rules out")
+        return tuple(name for name in EXECUTIONS if name in self.execution)
+
 
 class CorrectnessSuite(Suite):
-    """One point a variant, one row a prompt."""
+    """One point a variant, one row a prompt and execution."""
 
     name = "correctness"
     options = CorrectnessOptions
     columns: Mapping[str, str] = {
+        "execution": "string",  # "eager" or "graph"
         "prompt_index": "Int64",
         "reference_dtype": "string",
         "prompt_source": "string",  # "chat" (a text in the chat template), "text" or "random ids"
         "matching_prefix": "Int64",  # tokens up to the first difference of the greedy answers
         "identical": "boolean",
+        "identical_to_eager": "boolean",  # of graphs: whether the greedy answer is the eager run's
+        "eager_matching_prefix": "Int64",  # of graphs: tokens up to the first difference from the eager run's
         "greedy_margin": "float64",  # the reference's top-2 margin where they first differ, logits
         "margin_tolerance": "float64",  # as a share of the largest logit there
         "tokens_mismatched": "Int64",  # teacher-forced tokens whose argmax differs
@@ -125,23 +146,22 @@ class CorrectnessSuite(Suite):
         bench: CorrectnessOptions = self.parse_options(settings)
         points = []
         for tp, variant in itertools.product(bench.tensor_parallel, settings.variants):
-            params = EngineSetup(settings, variant, tp).columns() | {
+            setup = EngineSetup(settings, variant, tp)
+            params = setup.columns() | {
                 "level": "workload",
                 "seed": settings.seed,
                 "model_config": settings.model.argument,
                 "engine": dict(settings.engine),
                 "variant_options": dict(variant.options),
-                "bench": {name: value for name, value in vars(bench).items() if name != "tensor_parallel"},
+                "bench": {name: value for name, value in vars(bench).items() if name != "tensor_parallel"}
+                | {"execution": list(bench.executions(settings))},
             }
-            points.append(Point(self.name, params, on_engine=True))
+            points.append(setup.point(self.name, params))
         return points
 
     def run(self, point: Point, context: PointContext) -> list[Row]:
-        from engine import SamplingParams
         from engine.models.checkpoint import resolve_model
         from experiments.backends.engine import EngineSetup
-        from experiments.interpreter import is_interpreted
-        from experiments.prompt_check import check_prompt
 
         settings = context.settings
         bench: CorrectnessOptions = self.parse_options(settings)
@@ -149,96 +169,48 @@ class CorrectnessSuite(Suite):
         setup = EngineSetup(settings, variant, point.params["tp"])
         source = resolve_model(settings.model.argument, settings.model.load_format)
         prompts, prompt_source = _prompts(settings, source, bench)
-        output_len = bench.output_len
-        options = {}
-        if settings.engine["num_kv_blocks"] is None:
-            # What these prompts can use and no more, so that there is room for the reference beside it.
-            lengths = [len(prompt) + output_len for prompt in prompts]
-            options["num_kv_blocks"] = sum(-(-length // settings.engine["block_size"]) for length in lengths)
-        with setup.open(**options) as llm:
-            if is_interpreted(lambda: llm.forced_logits([0], [0, 0])):
-                prompts, output_len = prompts[: bench.interpreted_prompts], bench.interpreted_output_len
-            with _reference(setup, source, context.device, bench) as reference:
-                params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=bench.ignore_eos)
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                eos = () if bench.ignore_eos else source.eos_token_ids
-                tolerance = _tolerance(setup.dtype, bench)
-                checks = [
-                    check_prompt(
-                        llm,
-                        reference,
-                        prompt,
-                        reference.generate(prompt, output_len, eos),
-                        output,
-                        tolerance,
-                        top_k=bench.top_k,
-                    )
-                    for prompt, output in zip(prompts, outputs)
-                ]
-        shared = {
-            "reference_dtype": bench.reference_dtype or setup.dtype_name,
-            "prompt_source": prompt_source,
-            "batch_size": len(prompts),
-            "output_len": output_len,
-        }
-        return [
-            context.row(point, **(shared | _values(i, prompt, check, bench.top_k)))
-            for i, (prompt, check) in enumerate(zip(prompts, checks))
-        ]
+        rows: list[Row] = []
+        answers: dict[str, list[tuple[int, ...]]] = {}
+        with _reference(setup, source, context.device, bench) as reference:
+            for execution in point.params["bench"]["execution"]:
+                shared = {
+                    "execution": execution,
+                    "reference_dtype": bench.reference_dtype or setup.dtype_name,
+                    "prompt_source": prompt_source,
+                }
+                try:
+                    checks, output_len = _checked(setup, execution, prompts, source, reference, bench)
+                except Exception as exception:  # the other execution may still run
+                    shared |= exception.columns if isinstance(exception, VerdictError) else {}
+                    failure = {"status": status_of(exception), "error": describe(exception)}
+                    rows.append(context.row(point, **(shared | failure)))
+                    continue
+                shared |= {"batch_size": len(checks), "output_len": output_len}
+                answers[execution] = [check.output.token_ids for check in checks]
+                for i, (prompt, check) in enumerate(zip(prompts, checks)):
+                    values = shared | _values(i, prompt, check, bench.top_k)
+                    if execution != "eager" and "eager" in answers:
+                        values |= _against_eager(answers["eager"][i], check.output.token_ids)
+                    rows.append(context.row(point, **values))
+        return rows
+
+    def blank_rows(self, point: Point) -> list[dict[str, Any]]:
+        return [{"execution": execution} for execution in point.params["bench"]["execution"]]
 
     def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """A line a variant and number of ranks: counts over its prompts, and the worst of each measure."""
-        lines = []
-        for (tp, variant), group in rows.groupby(["tp", "variant"], sort=False, dropna=False):
-            told = group["error"].dropna().tolist() + group["note"].dropna().tolist()
-            lines.append(
-                {
-                    "tp": tp,
-                    "variant": variant,
-                    "model": group["model"].iloc[0],
-                    "dtype": group["dtype"].iloc[0],
-                    "status": ", ".join(dict.fromkeys(group["status"])),
-                    "prompts": int(group["prompt_index"].notna().sum()),
-                    "identical": int(group["identical"].sum()),
-                    "shortest_match": group["matching_prefix"].min(),
-                    "tokens": group["tokens_checked"].sum(),
-                    "mismatched": group["tokens_mismatched"].sum(),
-                    "excused": group["tokens_excused"].sum(),
-                    "max_logprob_diff": group["max_logprob_diff"].max(),
-                    "mean_kl": group["mean_kl"].mean(),
-                    "top_k_agreement": group["top_k_agreement"].mean(),
-                    "first_difference": told[0] if told else None,
-                }
-            )
-        import pandas as pd
+        from experiments.correctness_tables import summary
 
-        return pd.DataFrame(lines)
+        return summary(rows)
+
+    def tables(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        from experiments.correctness_tables import agreement
+
+        return {"agreement": agreement(rows)}
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
-        """Largest log-probability difference of each prompt, by variant, under the tolerance."""
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
+        from experiments.correctness_tables import figures
 
-        measured = rows.dropna(subset=["max_logprob_share"])
-        if measured.empty:
-            return {}
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for variant, group in measured.groupby("variant", sort=False):
-            # A difference of exactly 0 has no place on a logarithmic axis: it is drawn at the smallest one shown.
-            heights = group["max_logprob_share"].clip(lower=1e-9).astype(float)
-            axes.plot(group["prompt_index"].astype(int), heights, "o", label=variant, alpha=0.7)
-        for tolerance in sorted(set(measured["logprob_tolerance"].dropna())):
-            axes.axhline(tolerance, color="0.4", linestyle="--", label=f"tolerance {tolerance:g}")
-        axes.set(
-            yscale="log",
-            xlabel="prompt",
-            ylabel="largest |Δ log-probability| / largest |logit|",
-            title="Engine against Transformers, teacher-forced",
-        )
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend()
-        return {"logprob_difference": figure}
+        return figures(rows)
 
 
 def _prompts(
@@ -293,6 +265,70 @@ def _tolerance(dtype: torch.dtype, bench: CorrectnessOptions) -> Tolerance:
     from experiments.agreement import TOLERANCES
 
     return replace(TOLERANCES[dtype], **{name: value for name, value in stated.items() if value is not None})
+
+
+def _checked(
+    setup: EngineSetup,
+    execution: str,
+    prompts: Sequence[Sequence[int]],
+    source: ModelSource,
+    reference: TransformersReference,
+    bench: CorrectnessOptions,
+) -> tuple[list[PromptCheck], int]:
+    """The engine's answers in one execution, judged; and how many tokens were asked for, of how many first prompts."""
+    from engine import SamplingParams
+    from experiments.interpreter import is_interpreted
+    from experiments.prompt_check import check_prompt
+
+    if execution == "graph" and setup.settings.device == "cpu":
+        raise UnsupportedError("CUDA graphs need a GPU: on a CPU the engine runs eagerly")
+    output_len = bench.output_len
+    block_size = setup.settings.engine["block_size"]
+    sizes: dict[str, Any] = {"enforce_eager": execution == "eager"}
+    if setup.settings.engine["num_kv_blocks"] is None:
+        # What these prompts can use and no more, so that there is room for the reference beside it.
+        sizes["num_kv_blocks"] = sum(-(-(len(prompt) + output_len) // block_size) for prompt in prompts)
+    with setup.open(**sizes) as llm:
+        reason = _no_graphs(llm) if execution == "graph" else None
+        if reason is not None:
+            raise UnsupportedError(reason)
+        if is_interpreted(lambda: llm.forced_logits([0], [0, 0])):
+            prompts, output_len = prompts[: bench.interpreted_prompts], bench.interpreted_output_len
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=bench.ignore_eos)
+        outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+        eos = () if bench.ignore_eos else source.eos_token_ids
+        tolerance = _tolerance(setup.dtype, bench)
+        checks = []
+        for prompt, output in zip(prompts, outputs):
+            expected = reference.generate(prompt, output_len, eos)
+            checks.append(
+                check_prompt(llm, reference, prompt, expected, output, tolerance, top_k=bench.top_k)
+            )
+    return checks, output_len
+
+
+def _no_graphs(llm: LLM) -> str | None:
+    """Why an engine that may use CUDA graphs runs without, or None if it does not."""
+    from engine.execution.workers import Workers
+
+    runner = llm.runner
+    reports = runner.report() if isinstance(runner, Workers) else [runner.report()]
+    if all(report["uses_cuda_graphs"] for report in reports):
+        return None
+    if not runner.kernels.use_triton:
+        return "no CUDA graphs: the engine runs its layers on torch (use_triton)"
+    if not runner.kernels.decode.capturable:
+        return f"no CUDA graphs: none can hold a call of decode_attention {runner.kernels.decode.name!r}"
+    return "no CUDA graphs: none can hold the collectives of these ranks"
+
+
+def _against_eager(eager: Sequence[int], graph: Sequence[int]) -> dict[str, Any]:
+    from experiments.agreement import matching_prefix
+
+    return {
+        "identical_to_eager": tuple(eager) == tuple(graph),
+        "eager_matching_prefix": matching_prefix(eager, graph),
+    }
 
 
 def _values(index: int, prompt: Sequence[int], check: PromptCheck, top_k: int) -> dict[str, Any]:

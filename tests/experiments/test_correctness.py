@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from experiments.prompt_check import PromptCheck, check_prompt
 from experiments.records import to_frame
 from experiments.roofline import Ceilings
 from experiments.settings import Settings, resolve
+from experiments.suites import correctness
 from experiments.suites.correctness import CorrectnessSuite
 from experiments.suites.protocol import PointContext
 from tests.engine.checkpoints import LLAMA, QWEN3, smollm2_checkpoint, write_random_checkpoint
@@ -169,16 +170,31 @@ def test_the_suite_checks_a_checkpoint(checkpoint: Path) -> None:
     suite, rows = run_suite(
         f"model.path={checkpoint}", "attention=[torch,split_kv]", "bench.num_prompts=3", "bench.output_len=5"
     )
-    assert [row["prompt_index"] for row in rows] == [0, 1, 2, 0, 1]
-    for row in rows:
+    graph = [row for row in rows if row["execution"] == "graph"]
+    assert [(row["status"], row["prompt_index"]) for row in graph] == [("unsupported", None)] * 2
+    assert all("CUDA graphs need a GPU" in row["error"] for row in graph)
+    eager = [row for row in rows if row["execution"] == "eager"]
+    assert len(eager) + len(graph) == len(rows)
+    assert [row["prompt_index"] for row in eager] == [0, 1, 2, 0, 1]
+    for row in eager:
         assert (row["status"], row["identical"], row["prompt_source"]) == ("ok", True, "random ids")
         assert row["matching_prefix"] == row["output_tokens"] == row["tokens_checked"] == row["output_len"]
         assert (row["dtype"], row["tokens_mismatched"], row["diff_step"]) == ("float32", 0, None)
-    assert [row["output_len"] for row in rows] == [5, 5, 5, 4, 4]
+        assert row["identical_to_eager"] is None
+    assert [row["output_len"] for row in eager] == [5, 5, 5, 4, 4]
     frame = to_frame(rows)
     summary = suite.summary(frame)
-    assert summary["variant"].tolist() == ["torch", "split_kv"]
-    assert summary["identical"].tolist() == summary["prompts"].tolist() == [3, 2]
+    assert summary[["variant", "execution", "prompts", "identical"]].values.tolist() == [
+        ["torch", "eager", 3, 3],
+        ["torch", "graph", 0, 0],
+        ["split_kv", "eager", 2, 2],
+        ["split_kv", "graph", 0, 0],
+    ]
+    table = suite.tables(frame)["agreement"]
+    assert table["prompt"].tolist() == [0, 1, 2, 0, 1]
+    assert set(table["eager_and_transformers"]) == {"identical"}
+    assert set(table["graph_and_transformers"]) == set(table["graph_and_eager"]) == {"unsupported"}
+    assert set(table["status"]) == {"ok"}
     assert list(suite.figures(frame)) == ["logprob_difference"]
 
 
@@ -194,8 +210,9 @@ def test_the_suite_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(TransformersReference, "from_decoder", other_weights)
     suite, rows = run_suite(
-        "model=tiny_qwen3", "attention=torch", "bench.num_prompts=2", "bench.output_len=3"
+        "model=tiny_qwen3", "attention=torch", "bench.num_prompts=2", "bench.output_len=3", "engine=eager"
     )
+    assert len(rows) == 2
     for row in rows:
         assert row["status"] == "incorrect"
         assert (row["diff_step"], row["diff_layer"], row["diff_operation"]) == (0, 1, "mlp")
@@ -209,10 +226,99 @@ def test_the_suite_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_suite_asks_a_trained_model_real_questions() -> None:
     directory = smollm2_checkpoint()
     _, rows = run_suite(
-        f"model.path={directory}", "attention=torch", "bench.num_prompts=2", "bench.output_len=4"
+        f"model.path={directory}",
+        "attention=torch",
+        "bench.num_prompts=2",
+        "bench.output_len=4",
+        "bench.execution=eager",
     )
     assert [row["prompt_source"] for row in rows] == ["chat", "chat"]
     assert all(row["status"] == "ok" and row["identical"] for row in rows)
+
+
+def other_execution(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[PromptCheck, int], PromptCheck]
+) -> None:
+    """Let the suite's graph execution, which no CPU has, be another eager run whose prompts are changed."""
+    real = correctness._checked
+
+    def checked(setup: Any, execution: str, *args: Any) -> Any:
+        checks, output_len = real(setup, "eager", *args)
+        if execution == "graph":
+            checks = [change(check, i) for i, check in enumerate(checks)]
+        return checks, output_len
+
+    monkeypatch.setattr(correctness, "_checked", checked)
+
+
+SMALL = ("model=tiny_qwen3", "attention=torch", "bench.num_prompts=2", "bench.output_len=4")
+
+
+def test_three_ways_to_the_same_tokens_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second execution that answers one of two prompts otherwise, from its third token on."""
+
+    def change(check: PromptCheck, index: int) -> PromptCheck:
+        if index == 0:
+            return check
+        ids = check.output.token_ids
+        output = dataclasses.replace(check.output, token_ids=(*ids[:2], ids[2] ^ 1, *ids[3:]))
+        return dataclasses.replace(
+            check, output=output, matching_prefix=2, greedy_step=2, greedy_margin=0.5, greedy_excused=False
+        )
+
+    other_execution(monkeypatch, change)
+    suite, rows = run_suite(*SMALL)
+    assert [(row["execution"], row["prompt_index"]) for row in rows] == [
+        ("eager", 0),
+        ("eager", 1),
+        ("graph", 0),
+        ("graph", 1),
+    ]
+    assert [row["identical"] for row in rows] == [True, True, True, False]
+    assert [row["identical_to_eager"] for row in rows] == [None, None, True, False]
+    assert [row["eager_matching_prefix"] for row in rows] == [None, None, 4, 2]
+    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "incorrect"]
+    frame = to_frame(rows)
+    summary = suite.summary(frame).set_index("execution")
+    assert summary.loc["graph", ["prompts", "identical", "identical_to_eager"]].tolist() == [2, 1, 1]
+    assert suite.tables(frame)["agreement"].drop(columns=["tp", "variant"]).values.tolist() == [
+        [0, "identical", "identical", "identical", "ok"],
+        [1, "identical", "first 2 tokens", "first 2 tokens", "incorrect"],
+    ]
+
+
+def test_one_execution_that_fails_leaves_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(check: PromptCheck, index: int) -> PromptCheck:
+        raise RuntimeError("CUDA out of memory")
+
+    other_execution(monkeypatch, change)
+    suite, rows = run_suite(*SMALL)
+    assert [(row["execution"], row["status"]) for row in rows] == [
+        ("eager", "ok"),
+        ("eager", "ok"),
+        ("graph", "oom"),
+    ]
+    table = suite.tables(to_frame(rows))["agreement"]
+    assert table["graph_and_transformers"].tolist() == ["oom", "oom"]
+
+
+def test_an_engine_that_is_always_eager_has_no_other_execution() -> None:
+    with pytest.raises(ValueError, match=r"engine\.enforce_eager=true rules out"):
+        run_suite(*SMALL, "engine=eager", "bench.execution=[eager,graph]")
+
+
+def test_a_difference_on_several_ranks_is_told_without_its_place(
+    checkpoint: Path, reference: TransformersReference
+) -> None:
+    """Their modules are in other processes: the row says that the tokens differ, and is no error of its own."""
+    options: Any = {"device": "cpu", "skip_tokenizer_init": True, "num_kv_blocks": 16, "seed": 1}
+    with LLM(QWEN3, load_format="dummy", tensor_parallel_size=2, **options) as llm:
+        result = check(llm, reference)
+    assert result.error is not None
+    assert "differ" in result.error
+    assert result.location is None
+    assert result.note is not None
+    assert "ranks of their own" in result.note
 
 
 @pytest.mark.parametrize(
@@ -223,6 +329,7 @@ def test_the_suite_asks_a_trained_model_real_questions() -> None:
         ("bench.reference_dtype=int8", "bench.reference_dtype"),
         ("bench.margin_tolerance=-1", "bench.margin_tolerance"),
         ("bench.prompts=hello", "bench.prompts"),
+        ("bench.execution=[eager,compiled]", "bench.execution"),
         ("bench.prompts=[hello]", "bench.prompts needs a model"),
         ("+bench.typo=1", "bench.typo"),
     ],

@@ -71,6 +71,28 @@ def test_steps_run_isolated_and_are_checked(tmp_path: Path) -> None:
     assert set(many["status"]) == {"unsupported"}
 
 
+def test_transformers_eager_and_graph_agree_in_one_run(tmp_path: Path) -> None:
+    code, df, _ = run(
+        tmp_path,
+        "correctness",
+        "model=tiny_qwen3",
+        "model.dtype=float32",
+        "bench.num_prompts=3",
+        "bench.output_len=16",
+        "attention=[split_kv,torch]",
+    )
+    assert code == 0
+    split_kv = df[df["variant"] == "split_kv"]
+    assert split_kv["execution"].tolist() == ["eager"] * 3 + ["graph"] * 3
+    assert set(split_kv["status"]) == {"ok"}
+    assert split_kv["identical"].all()
+    assert split_kv["identical_to_eager"].tolist()[3:] == [True] * 3
+    (folder,) = (tmp_path / "correctness").iterdir()
+    agreement = pd.read_csv(folder / "agreement.csv")
+    pairs = ["eager_and_transformers", "graph_and_transformers", "graph_and_eager"]
+    assert (agreement.loc[agreement["variant"] == "split_kv", pairs] == "identical").all(axis=None)
+
+
 def test_out_of_memory_is_a_row_and_the_next_point_runs(tmp_path: Path) -> None:
     code, df, _ = run(
         tmp_path,
