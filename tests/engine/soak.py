@@ -13,7 +13,7 @@ from engine import LLM, SamplingParams
 
 @dataclass
 class Soak:
-    """What a load did. memory, tokens_per_s (of processor time): one value a window of equal length."""
+    """What a load did. memory, tokens_per_s: one value a window of equal length."""
 
     num_requests: int = 0
     num_aborted: int = 0
@@ -24,17 +24,29 @@ class Soak:
     tokens_per_s: list[float] = field(default_factory=list)
 
 
-def run_soak(llm: LLM, seconds: float, memory: Callable[[], int], windows: int = 10, seed: int = 0) -> Soak:
-    """Load `llm` for `seconds`, then let it run empty. memory: bytes held now."""
+def run_soak(
+    llm: LLM,
+    seconds: float,
+    memory: Callable[[], int],
+    windows: int = 10,
+    seed: int = 0,
+    *,
+    num_live: int = 40,
+    clock: Callable[[], float] = time.process_time,
+) -> Soak:
+    """Load `llm` with num_live requests for `seconds`, then let it run empty.
+
+    memory: bytes held now. clock: of tokens_per_s; by default what others do on this machine does not count.
+    """
     rng, engine, soak = random.Random(seed), llm.engine, Soak()
     vocab_size, room = engine.vocab_size, engine.max_model_len
     shared = [[rng.randrange(vocab_size) for _ in range(room)] for _ in range(5)]
     live: list[str] = []
     start = time.monotonic()
     for window in range(windows):
-        window_start, before = time.process_time(), engine.totals.num_output_tokens
+        window_start, before = clock(), engine.totals.num_output_tokens
         while time.monotonic() < start + (window + 1) * seconds / windows:
-            while len(live) < 40:
+            while len(live) < num_live:
                 live.append(engine.add_request(*_request(rng, shared, room)))
                 soak.num_requests += 1
             if rng.random() < 0.05:
@@ -45,7 +57,7 @@ def run_soak(llm: LLM, seconds: float, memory: Callable[[], int], windows: int =
                 soak.num_resets += 1
             ended = {output.request_id for output in engine.step_finished()}
             live = [request_id for request_id in live if request_id not in ended]
-        elapsed = time.process_time() - window_start  # what others do on this machine does not count
+        elapsed = clock() - window_start
         soak.tokens_per_s.append((engine.totals.num_output_tokens - before) / elapsed)
         gc.collect()
         soak.memory.append(memory())
