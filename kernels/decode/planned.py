@@ -13,6 +13,7 @@ from kernels.decode.launch import Call, TritonDecodeKernel
 from kernels.decode.planner import planned_us
 from kernels.decode.split_kv import SplitKVDecode
 from kernels.decode.split_kv_tma import CHUNK_KEYS, SplitKVTmaDecode
+from kernels.fp8_cache import check_scales
 
 
 class PlannedDecode(TritonDecodeKernel):
@@ -44,6 +45,7 @@ class PlannedDecode(TritonDecodeKernel):
         variant = self._choose(call.problem) if variant is None else variant
         if variant not in self._variants:
             raise ValueError(f"variant is {variant!r}, expected one of {', '.join(self._variants)}")
+        check_scales(call.k_cache, options.get("k_scale"), options.get("v_scale"))
         self._variants[variant].launch(call, **options)
 
     def _able(self, problem: DecodeProblem) -> list[DecodeKernel]:
