@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,10 @@ class ModelRunner:
         self._check_kernels()
         self._planner = DecodePlanner(self.kernels.decode, self.shape.decode_problem)
         started = time.perf_counter()
+        # No position beyond max_model_len is ever run, so the table of rotary angles ends there.
+        shortened = replace(source.config, max_position_embeddings=self.max_model_len)
         self.model = load_model(
-            source,
+            replace(source, config=shortened),
             load_format=config.load_format,
             device=device,
             dtype=dtype,

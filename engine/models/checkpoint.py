@@ -21,12 +21,20 @@ class ModelSource:
     """A model ready to be loaded.
 
     path: the checkpoint's directory, absolute; None for a bare configuration. eos_token_ids: config.json's, then those
-    that only generation_config.json has.
+    that only generation_config.json has. ValueError for one outside the vocabulary.
     """
 
     config: ModelConfig
     path: Path | None
     eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for token in self.eos_token_ids:
+            if token >= self.config.vocab_size:
+                raise ValueError(
+                    f"eos_token_id holds {token}, outside the vocabulary of {self.config.vocab_size}: it could "
+                    "never end a request (config.json or generation_config.json)"
+                )
 
 
 def resolve_model(model: str | Path | Mapping[str, Any], load_format: str) -> ModelSource:
@@ -54,7 +62,10 @@ def resolve_model(model: str | Path | Mapping[str, Any], load_format: str) -> Mo
     generation_file = directory / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
     all_eos = (*config.eos_token_ids, *eos_ids(generation.get("eos_token_id"), str(generation_file)))
-    return ModelSource(config, directory, tuple(dict.fromkeys(all_eos)))
+    try:
+        return ModelSource(config, directory, tuple(dict.fromkeys(all_eos)))
+    except ValueError as error:
+        raise ValueError(f"model {str(model)!r}: {error}") from error
 
 
 def resolve_directory(model: str | Path, *, with_weights: bool) -> Path:

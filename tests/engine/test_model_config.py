@@ -207,6 +207,17 @@ def test_frequencies_are_those_of_transformers(settings: dict[str, Any], head_di
 # --- EOS (E1) -----------------------------------------------------------------------------------------------
 
 
+def test_an_eos_id_outside_the_vocabulary_is_refused_by_file_and_mapping(tmp_path: Path) -> None:
+    """It could never be sampled, so a request would run on to its last token without a word."""
+    write_random_checkpoint(tmp_path, QWEN3, eos_token_id=[5, 307])
+    with pytest.raises(ValueError, match="eos_token_id holds 307, outside the vocabulary of 307") as error:
+        resolve_model(tmp_path, "auto")
+    assert str(tmp_path) in str(error.value)
+    with pytest.raises(ValueError, match="eos_token_id holds 400, outside the vocabulary of 307"):
+        resolve_model(QWEN3 | {"eos_token_id": [3, 400]}, "dummy")
+    assert resolve_model(QWEN3 | {"eos_token_id": 306}, "dummy").eos_token_ids == (306,)
+
+
 def test_every_eos_id_of_both_files_counts(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, QWEN3, eos_token_id=[5, 9])
     edit_config(tmp_path, eos_token_id=5)

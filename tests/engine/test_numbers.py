@@ -12,7 +12,8 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.models.rope import RopeConfig
 from kernels import decode
 from kernels.rope import apply_rope
-from tests.engine.checkpoints import LLAMA, QWEN3, reference_model, write_random_checkpoint
+from tests.engine.checkpoints import LLAMA, QWEN3, edit_config, reference_model, write_random_checkpoint
+from tests.engine.greedy_reference import reference_ids
 
 LAST = 40_959
 """Qwen3's last position."""
@@ -50,6 +51,18 @@ def test_logits_after_a_long_prompt_equal_those_of_fp64(tmp_path):
 
 
 # --- late positions -----------------------------------------------------------------------------------------
+
+
+def test_the_rotary_table_ends_where_sequences_do(tmp_path):
+    """A config may promise millions of positions; what is never run takes no memory, and the last one has its row."""
+    directory = write_random_checkpoint(tmp_path, QWEN3)
+    edit_config(directory, max_position_embeddings=1 << 24)  # 8 GiB at a head size of 128
+    prompt = [i % 307 for i in range(60)]
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    with LLM(directory, device="cpu", skip_tokenizer_init=True, max_model_len=64, num_kv_blocks=8) as llm:
+        assert llm.model.rotary_emb.cos_sin.shape[0] == 64
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.token_ids == reference_ids(reference_model(directory), prompt, 4)
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
