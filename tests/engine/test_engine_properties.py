@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import xxhash
 from hypothesis import HealthCheck, settings
@@ -28,6 +31,8 @@ MAX_LEN = 24
 
 class EngineMachine(RuleBasedStateMachine):
     """Whatever happens, every request ends as it would alone without a cache, and the pool's books balance."""
+
+    num_steps = 0
 
     @initialize(
         num_kv_blocks=st.integers(6, 14),
@@ -97,6 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._step()
 
     def _step(self):
+        type(self).num_steps += 1
         before = self._progress()
         self._check_outputs(self.core.step())
         idle = self.core.has_unfinished_requests() and self._progress() == before
@@ -147,9 +153,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.core.block_manager.num_free_blocks == self.core.block_manager.num_blocks
 
 
-def run_machine(examples: int, length: int) -> None:
+def run_machine(examples: int, length: int) -> int:
+    """Run random lives of up to `length` rules each; the engine steps that they took."""
+    machine = type("CountingMachine", (EngineMachine,), {"num_steps": 0})
     run_state_machine_as_test(
-        EngineMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=length,
@@ -157,13 +165,18 @@ def run_machine(examples: int, length: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    return machine.num_steps
 
 
 def test_random_lives_of_an_engine():
-    run_machine(examples=400, length=50)
+    assert run_machine(examples=400, length=50) >= 20_000
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(4 * 3600)
 def test_random_lives_of_an_engine_for_long():
-    run_machine(examples=10_000, length=100)
+    """DECODELAB_PROPERTY_STEPS: how many engine steps at least."""
+    wanted, taken, start = int(os.environ.get("DECODELAB_PROPERTY_STEPS", 1_000_000)), 0, time.monotonic()
+    while taken < wanted:
+        taken += run_machine(examples=1000, length=100)
+        print(f"{taken} steps in {time.monotonic() - start:.0f} s", flush=True)
