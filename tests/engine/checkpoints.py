@@ -115,23 +115,31 @@ def smollm2_checkpoint() -> Path:
         )
     package = Path(spec.origin).parent  # not imported: it needs packages that we do not
     [gguf] = [file.name for file in package.glob("*.gguf")]
+    return convert_gguf(package, gguf, SMOLLM2_DIRECTORY)
+
+
+def convert_gguf(source: Path, name: str, target: Path) -> Path:
+    """Let Transformers write what `source`/`name` holds, weights in fp32 and tokenizer, to the directory `target`.
+
+    It appears when it is complete; another process may have made it meanwhile.
+    """
     transformers = import_transformers()
-    SMOLLM2_DIRECTORY.parent.mkdir(exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix="smollm2-", dir=SMOLLM2_DIRECTORY.parent))
+    target.parent.mkdir(exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix="smollm2-", dir=target.parent))
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(package), gguf_file=gguf, dtype=torch.float32, **_dequantize(transformers)
+            str(source), gguf_file=name, dtype=torch.float32, **_dequantize(transformers)
         )
         model.save_pretrained(unfinished)
-        transformers.AutoTokenizer.from_pretrained(str(package), gguf_file=gguf).save_pretrained(unfinished)
+        transformers.AutoTokenizer.from_pretrained(str(source), gguf_file=name).save_pretrained(unfinished)
         try:
-            os.rename(unfinished, SMOLLM2_DIRECTORY)
+            os.rename(unfinished, target)
         except OSError:
-            if not SMOLLM2_DIRECTORY.is_dir():  # else another process was faster
+            if not target.is_dir():  # else another process was faster
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return SMOLLM2_DIRECTORY
+    return target
 
 
 def _dequantize(transformers: Any) -> dict[str, Any]:
