@@ -129,6 +129,30 @@ def test_g1_padding_rows_write_no_kv(directory, rows):
         assert (~kv & ~written).sum(1).max() <= 1
 
 
+@pytest.mark.gpu
+def test_a_plan_for_each_kind_of_context_gives_the_same_tokens(tmp_path):
+    """One row of a batch is long, then several are, then the batch shrinks: graphs of one size with several plans."""
+    directory = write_random_checkpoint(tmp_path, MODEL | {"max_position_embeddings": 8192})
+    lengths = [7000, 5, 17, 40, 3, 90, 11, 64, *[2000] * 8, *[30] * 8]
+    requests: Requests = [
+        (
+            40 * (i // 8),
+            [(n * j + i) % 307 for j in range(n)],
+            {"max_tokens": 60, "seed": i, "ignore_eos": True},
+        )
+        for i, n in enumerate(lengths)
+    ]
+    options = {"num_kv_blocks": 2500, "max_num_seqs": 16, "max_num_batched_tokens": 8192}
+    graphs = run_requests(directory, requests, **options)
+    assert graphs["tokens"] == run_requests(directory, requests, enforce_eager=True, **options)["tokens"]
+    with LLM(str(directory), device="cuda", skip_tokenizer_init=True, **options) as llm:
+        for prompts in ([requests[i][1] for i in range(8)], [requests[i][1] for i in range(16, 24)]):
+            llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        (plans,) = [plans for (size, _), plans in llm.runner.graphs._graphs.items() if size == 8]
+        assert len(plans) >= 2
+        assert llm.runner.graphs.num_captures == sum(map(len, llm.runner.graphs._graphs.values()))
+
+
 # --- G4: lazy work in a capture -----------------------------------------------------------------------------
 
 SCRIPT = """
