@@ -42,27 +42,29 @@ def bar_grid(
         figure, grid = plt.subplots(
             len(down),
             len(across),
-            figsize=((0.42 * bars + 1.0) * len(across) + 2.4, 2.1 * len(down) + 1.2),
+            figsize=(max(5.6, (0.42 * bars + 1.0) * len(across) + 2.4), 2.1 * len(down) + 1.2),
             sharex=True,
             sharey=True,
             squeeze=False,
             layout="constrained",
         )
+        spread = (name for name in (y, f"{y}_low", f"{y}_high") if name in table)
+        values = [value for name in spread for value in table[name].dropna().astype(float)]
+        y_scale(grid[0][0], [*values, *([] if level is None else [level])], log_y)
+        # On a logarithmic axis, which has no zero, bars begin at what they are compared with.
+        base = level if level is not None and grid[0][0].get_yscale() == "log" else 0.0
         for i, row in enumerate(down):
             for j, column in enumerate(across):
                 axes = grid[i][j]
                 panel = table
                 for key, value in ((rows, row), (columns, column)):
                     panel = panel if key is None or value is None else panel[panel[key] == value]
-                _draw(axes, panel, y, groups, series, names, places, number)
+                _draw(axes, panel, y, groups, series, names, places, number, base)
                 axes.set_title(
                     panel_title([(rows, row, len(down)), (columns, column, len(across))]), fontsize=9
                 )
                 if level is not None:
                     axes.axhline(level, color="0.4", linewidth=0.8, linestyle=":")
-        spread = (name for name in (y, f"{y}_low", f"{y}_high") if name in table)
-        values = [value for name in spread for value in table[name].dropna().astype(float)]
-        y_scale(grid[0][0], [*values, *([] if level is None else [level])], log_y)
         _make_room(grid[0][0])
         handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[k % len(COLOURS)]) for k in range(len(names))]
         if len(names) > 1:
@@ -82,8 +84,9 @@ def _draw(
     names: list[Any],
     places: list[Any],
     number: str,
+    base: float,
 ) -> None:
-    """One panel."""
+    """One panel. base: where the bars begin."""
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         for j, place in enumerate(places):
@@ -99,8 +102,9 @@ def _draw(
             value = float(found[y].dropna().iloc[0])
             drawn = axes.bar(
                 x,
-                value,
+                value - base,
                 0.92 * width,
+                base,
                 yerr=_error(found, y, value),
                 capsize=2,
                 ecolor="0.35",
@@ -116,7 +120,7 @@ def _make_room(axes: Axes) -> None:
     """For the numbers above the highest bars, and below the lowest where there are bars below 0."""
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":
-        axes.set_ylim(low, high * (high / low) ** 0.12)
+        axes.set_ylim(low / (high / low) ** 0.06, high * (high / low) ** 0.12)
     else:
         axes.set_ylim(low + 0.1 * low, high + 0.1 * (high - low))
 

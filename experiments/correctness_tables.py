@@ -103,7 +103,7 @@ def figures(rows: pd.DataFrame) -> dict[str, Figure]:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    from experiments.plots import COLOURS, MARKERS, STYLE
+    from experiments.plots import STYLE, look
 
     measured = _with_execution(rows).dropna(subset=["max_logprob_share"])
     if measured.empty:
@@ -113,8 +113,7 @@ def figures(rows: pd.DataFrame) -> dict[str, Figure]:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.6, 3.6), layout="constrained")
         for number, ((variant, execution), group) in enumerate(series):
-            which = variants.index(variant)
-            colour = COLOURS[which % len(COLOURS)]
+            colour, marker = look(variants.index(variant))
             # Beside one another: kernels that sum in the same order differ from the reference by the same amount.
             shift = 0.7 * ((number + 0.5) / len(series) - 0.5)
             # A difference of exactly 0 has no place on a logarithmic axis: it is drawn at the smallest one shown.
@@ -122,7 +121,7 @@ def figures(rows: pd.DataFrame) -> dict[str, Figure]:
             axes.plot(
                 group["prompt_index"].astype(float) + shift,
                 heights,
-                MARKERS[which % len(MARKERS)],
+                marker,
                 color=colour,
                 markerfacecolor="white" if execution == "graph" else colour,
                 markersize=4,
@@ -133,5 +132,6 @@ def figures(rows: pd.DataFrame) -> dict[str, Figure]:
         axes.set(yscale="log", xlabel="prompt", ylabel="largest |Δ log-probability| / largest |logit|")
         axes.set_title("Engine against Transformers, teacher-forced", fontsize=10)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(-0.6, float(measured["prompt_index"].max()) + 0.6)
         figure.legend(loc="outside right center", fontsize=8)
     return {"logprob_difference": figure}

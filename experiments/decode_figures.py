@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from experiments.plots import line_grid
-from experiments.tables import BASELINE, over_rounds, summarise
+from experiments.tables import BASELINE, median_of, over_rounds, summarise
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +26,7 @@ def kernel_figures(rows: pd.DataFrame) -> dict[str, Figure]:
             x="context_len",
             y="time_us",
             labels=(CONTEXT, "time per call (µs)"),
-            title=f"Decode attention, time of a call (median of {over})",
+            title=f"Decode attention, time of a call ({median_of(rows)})",
             styles="cache_state",
             **common,
         ),
@@ -53,7 +53,7 @@ def step_figures(rows: pd.DataFrame) -> dict[str, Figure]:
             x="context_len",
             y="step_ms",
             labels=(CONTEXT, "time per step (ms)"),
-            title=f"One decode step of the engine (median of {over})",
+            title=f"One decode step of the engine ({median_of(rows)})",
             **common,
         ),
         "step_roofline": _roofline(table, "Decode step: floor at measured ceilings / time", common),

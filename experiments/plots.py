@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -30,11 +31,17 @@ STYLE: Any = {
     "figure.dpi": 110,
     "savefig.dpi": 160,
 }
+
 LINE_STYLES = {"cold": "-", "hot": "--"}
 HOLLOW = "--"  # markers of dashed lines are open, so that single points differ too
 MAX_ACROSS = 4  # panels side by side; more go on below
 MAX_TICKS = 9  # of x; more values than this get an ordinary axis
 WIDE = 3.0  # values whose largest is so many times the smallest get a logarithmic axis
+
+
+def look(number: int) -> tuple[str, str]:
+    """Colour and marker of a series by its number; those after the palette's end differ in their markers."""
+    return COLOURS[number % len(COLOURS)], MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]
 
 
 def line_grid(
@@ -83,13 +90,12 @@ def line_grid(
         for axes, (row, column) in zip(grid.flat, panels):
             panel = _where(_where(table, rows, row), columns, column)
             for name in names:
-                colour = COLOURS[names.index(name) % len(COLOURS)]
-                marker = MARKERS[names.index(name) % len(MARKERS)]
+                colour, marker = look(names.index(name))
                 of_series = panel[panel[series] == name]
                 for style in _values(of_series, styles):
                     line = _where(of_series, styles, style)
-                    look = LINE_STYLES.get(str(style), "-")
-                    drawn = _line(axes, line, x, y, interval, colour, marker, look)
+                    dashes = LINE_STYLES.get(str(style), "-")
+                    drawn = _line(axes, line, x, y, interval, colour, marker, dashes)
                     if drawn is not None:
                         handles.setdefault(_legend(name, style), drawn)
             if level is not None:
@@ -106,6 +112,8 @@ def line_grid(
         _x_scale(grid[0][0], table, x)
         spread = [y, f"{y}_low", f"{y}_high"] if interval else [y]
         values = [v for name in spread if name in table for v in table[name].dropna().astype(float)]
+        if ideal:
+            values.append(float(table[x].max()))
         y_scale(grid[0][0], [*values, *([] if level is None else [level])], log_y, top)
         figure.supxlabel(labels[0], fontsize=9)
         figure.supylabel(labels[1], fontsize=9)
@@ -161,7 +169,8 @@ def _line(
     errors = None
     if interval and f"{y}_low" in line:
         low, high = line[f"{y}_low"].astype(float).to_numpy(), line[f"{y}_high"].astype(float).to_numpy()
-        errors = [_nonnegative(ys - low), _nonnegative(high - ys)]
+        if not np.isnan(low).all():
+            errors = [_nonnegative(ys - low), _nonnegative(high - ys)]
     return axes.errorbar(
         xs,
         ys,
@@ -173,6 +182,8 @@ def _line(
         linewidth=1.2,
         capsize=2,
         linestyle=style,
+        clip_on=False,  # a marker on the edge of the axis is whole; nothing lies beyond it
+        zorder=3,
     )
 
 

@@ -1,16 +1,22 @@
-"""A run's table, plots, Markdown report and self-contained HTML report."""
+"""A run's table, plots, Markdown report and self-contained HTML report.
+
+`python -m experiments.report RUN ...` makes them again from the rows of runs, with today's code.
+"""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import html
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import tables
 from experiments.columns import FAILURES
-from experiments.records import Row, to_frame
+from experiments.records import RECORDS, Row, find_records, read_rows, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,6 +25,35 @@ if TYPE_CHECKING:
 
 MAX_PRINTED = 100
 MAX_REASONS = 8
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 where a folder is not a run's."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders that hold some")
+    try:
+        folders = [file.parent for file in find_records(parser.parse_args(argv).runs)]
+        for folder in folders:
+            rewrite(folder)
+            print(folder / "report.md")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def rewrite(folder: Path) -> None:
+    """Make the table, plots and reports of a finished run again from its rows.
+
+    Raises OSError where provenance.json is missing, ValueError where there are no rows or no such suite.
+    """
+    from experiments import suites
+
+    rows = read_rows(folder / RECORDS)
+    record = json.loads((folder / "provenance.json").read_text())
+    if not rows:
+        raise ValueError(f"{folder} has no rows")
+    write(folder, suites.get(rows[0]["suite"]), rows, record)
 
 
 def printed_table(suite: Suite, rows: Sequence[Row]) -> str:
@@ -160,7 +195,7 @@ def _kernels(frame: pd.DataFrame) -> list[str]:
 
 def _turns(frame: pd.DataFrame) -> dict[str, str]:
     """How engines that are compared took turns, where there are any."""
-    engines = frame[frame["level"].isin(["step", "workload"])]
+    engines = frame[frame["level"].isin(["step", "workload"]) & frame["time_us"].notna()]
     if engines["variant"].nunique() < 2:
         return {}
     if engines["engine_pass"].nunique() > 1:
@@ -218,3 +253,7 @@ def _html(title: str, note: str | None, sections: Mapping[str, pd.DataFrame], im
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_CSS}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -131,6 +131,12 @@ def over_rounds(rows: pd.DataFrame) -> str:
     return f"{told}, {'95% interval' if fewest >= stats.MIN_PAIRS else 'lowest to highest'}"
 
 
+def median_of(rows: pd.DataFrame) -> str:
+    """over_rounds for titles of medians: "median of 6 rounds, 95% interval"; of a single round there is none."""
+    over = over_rounds(rows)
+    return over if over == "1 round" else f"median of {over}"
+
+
 def worst_status(statuses: pd.Series) -> str:
     """The status to be told of when a line's rows differ."""
     found = set(statuses)

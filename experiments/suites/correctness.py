@@ -179,13 +179,13 @@ class CorrectnessSuite(Suite):
                     "prompt_source": prompt_source,
                 }
                 try:
-                    checks, output_len = _checked(setup, execution, prompts, source, reference, bench)
+                    checks, columns = _checked(setup, execution, prompts, source, reference, bench)
                 except Exception as exception:  # the other execution may still run
                     shared |= exception.columns if isinstance(exception, VerdictError) else {}
                     failure = {"status": status_of(exception), "error": describe(exception)}
                     rows.append(context.row(point, **(shared | failure)))
                     continue
-                shared |= {"batch_size": len(checks), "output_len": output_len}
+                shared |= columns
                 answers[execution] = [check.output.token_ids for check in checks]
                 for i, (prompt, check) in enumerate(zip(prompts, checks)):
                     values = shared | _values(i, prompt, check, bench.top_k)
@@ -274,8 +274,8 @@ def _checked(
     source: ModelSource,
     reference: TransformersReference,
     bench: CorrectnessOptions,
-) -> tuple[list[PromptCheck], int]:
-    """The engine's answers in one execution, judged; and how many tokens were asked for, of how many first prompts."""
+) -> tuple[list[PromptCheck], dict[str, Any]]:
+    """The engine's answers in one execution, judged; and what its rows say of it: what ran, on how much."""
     from engine import SamplingParams
     from experiments.interpreter import is_interpreted
     from experiments.prompt_check import check_prompt
@@ -304,7 +304,13 @@ def _checked(
             checks.append(
                 check_prompt(llm, reference, prompt, expected, output, tolerance, top_k=bench.top_k)
             )
-    return checks, output_len
+        columns = {
+            "batch_size": len(checks),
+            "output_len": output_len,
+            "decode_attention": llm.runner.kernels.decode.name,
+            "prefill_attention": llm.runner.kernels.prefill.name,
+        }
+    return checks, columns
 
 
 def _no_graphs(llm: LLM) -> str | None:

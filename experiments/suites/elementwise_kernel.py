@@ -94,7 +94,7 @@ class ElementwiseKernel(Suite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
-        from experiments.tables import over_rounds
+        from experiments.tables import median_of
 
         table = self.summary(rows)
         for name in ("time_us", "roofline_fraction", "cache_state"):
@@ -107,7 +107,7 @@ class ElementwiseKernel(Suite):
                 table,
                 y="time_us",
                 labels=("tokens", "time per call (µs)"),
-                title=f"Elementwise operations (median of {over_rounds(rows)})",
+                title=f"Elementwise operations ({median_of(rows)})",
                 styles="cache_state",
                 **common,
             ),

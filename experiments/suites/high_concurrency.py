@@ -60,9 +60,9 @@ class HighConcurrency(EqualRequests):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
-        from experiments.tables import over_rounds
+        from experiments.tables import median_of
 
-        table, over = self.summary(rows), over_rounds(rows)
+        table, over = self.summary(rows), median_of(rows)
         common: dict[str, Any] = {"x": "batch_size", "columns": "tp"}
         requests = "requests at once"
         return {
@@ -70,21 +70,21 @@ class HighConcurrency(EqualRequests):
                 table,
                 y="output_tok_s",
                 labels=(requests, "output tokens per second"),
-                title=f"Throughput against concurrency (median of {over})",
+                title=f"Throughput against concurrency ({over})",
                 **common,
             ),
             "tpot": line_grid(
                 table,
                 y="tpot_ms_p50",
                 labels=(requests, "time per output token, p50 (ms)"),
-                title=f"Time per output token against concurrency (median of {over})",
+                title=f"Time per output token against concurrency ({over})",
                 **common,
             ),
             "ttft": line_grid(
                 table,
                 y="ttft_ms_p99",
                 labels=(requests, "time to first token, p99 (ms)"),
-                title=f"Time to first token against concurrency (median of {over})",
+                title=f"Time to first token against concurrency ({over})",
                 **common,
             ),
         }

@@ -114,7 +114,7 @@ class PrefillKernelSuite(Suite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.bar_plots import bar_grid
-        from experiments.tables import over_rounds
+        from experiments.tables import median_of
 
         table = self.summary(rows)
         shapes = zip(table["batch_size"], table["query_len"], table["context_len"])
@@ -127,7 +127,7 @@ class PrefillKernelSuite(Suite):
                 groups="shape",
                 rows="tp",
                 labels=(shape, "time per call (µs)"),
-                title=f"Prefill attention, time of a call (median of {over_rounds(rows)})",
+                title=f"Prefill attention, time of a call ({median_of(rows)})",
                 log_y=None,
             ),
             "roofline": bar_grid(

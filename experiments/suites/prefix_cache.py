@@ -93,9 +93,9 @@ class PrefixCache(WorkloadSuite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
-        from experiments.tables import over_rounds
+        from experiments.tables import median_of
 
-        table, over = self.summary(rows), over_rounds(rows)
+        table, over = self.summary(rows), median_of(rows)
         prefill = {
             f"prefill_ms{end}": 1e3 * table[f"prefill_s{end}"]
             for end in ("", "_low", "_high")
@@ -108,7 +108,7 @@ class PrefixCache(WorkloadSuite):
             "rows": "unique_len",
             "styles": "cache_state",
         }
-        states = f"unrelated (cold), prefix cached (hot)\nmedian of {over}"
+        states = f"unrelated (cold), prefix cached (hot)\n{over}"
         return {
             "prefill": line_grid(
                 table,

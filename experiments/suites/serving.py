@@ -135,9 +135,9 @@ class Serving(WorkloadSuite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
-        from experiments.tables import over_rounds
+        from experiments.tables import median_of
 
-        table, over = self.summary(rows), over_rounds(rows)
+        table, over = self.summary(rows), median_of(rows)
         common: dict[str, Any] = {"x": "request_rate", "columns": "arrivals", "rows": "tp"}
         rate = "requests per second (trace: times as fast as recorded)"
         figures = {
@@ -145,7 +145,7 @@ class Serving(WorkloadSuite):
                 table,
                 y=f"{name}_ms_p{p}",
                 labels=(rate, f"{title} (ms)"),
-                title=f"{title[0].upper()}{title[1:]}, p{p} over requests (median of {over})",
+                title=f"{title[0].upper()}{title[1:]}, p{p} over requests ({over})",
                 **common,
             )
             for name, title in (("ttft", "time to first token"), ("tpot", "time per output token"))
@@ -156,7 +156,7 @@ class Serving(WorkloadSuite):
             table,
             y="good_fraction",
             labels=(rate, "fraction of requests"),
-            title=f"Goodput: requests with {targets} (median of {over})",
+            title=f"Goodput: requests with {targets} ({over})",
             log_y=False,
             top=1.0,
             **common,

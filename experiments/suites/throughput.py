@@ -74,16 +74,16 @@ class Throughput(WorkloadSuite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.bar_plots import bar_grid
-        from experiments.tables import over_rounds
+        from experiments.tables import median_of
 
-        table, over = self.summary(rows), over_rounds(rows)
+        table, over = self.summary(rows), median_of(rows)
         return {
             "throughput": bar_grid(
                 table,
                 y="output_tok_s",
                 groups="tp",
                 labels=("tensor parallel", "output tokens per second"),
-                title=f"Throughput, {rows['batch_size'].max()} requests of random lengths (median of {over})",
+                title=f"Throughput, {rows['batch_size'].max()} requests of random lengths ({over})",
             )
         }
 

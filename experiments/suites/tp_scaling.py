@@ -93,7 +93,7 @@ class TpScaling(Suite):
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
-        from experiments.tables import over_rounds
+        from experiments.tables import median_of, over_rounds
 
         table, over = self.summary(rows), over_rounds(rows)
         for name in ("time_us", "time_us_low", "time_us_high", "speedup", "collective_share"):
@@ -108,7 +108,7 @@ class TpScaling(Suite):
                 table.assign(**step_ms),
                 y="step_ms",
                 labels=("ranks", "time per step (ms)"),
-                title=f"One decode step on several ranks (median of {over})",
+                title=f"One decode step on several ranks ({median_of(rows)})",
                 **common,
             ),
             "speedup": line_grid(

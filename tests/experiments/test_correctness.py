@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from matplotlib import pyplot as plt
 from omegaconf import OmegaConf
 
 from engine import LLM, SamplingParams
@@ -195,7 +196,9 @@ def test_the_suite_checks_a_checkpoint(checkpoint: Path) -> None:
     assert set(table["eager_and_transformers"]) == {"identical"}
     assert set(table["graph_and_transformers"]) == set(table["graph_and_eager"]) == {"unsupported"}
     assert set(table["status"]) == {"ok"}
-    assert list(suite.figures(frame)) == ["logprob_difference"]
+    figures = suite.figures(frame)
+    assert list(figures) == ["logprob_difference"]
+    plt.close(figures["logprob_difference"])
 
 
 def test_the_suite_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,10 +246,10 @@ def other_execution(
     real = correctness._checked
 
     def checked(setup: Any, execution: str, *args: Any) -> Any:
-        checks, output_len = real(setup, "eager", *args)
+        checks, columns = real(setup, "eager", *args)
         if execution == "graph":
             checks = [change(check, i) for i, check in enumerate(checks)]
-        return checks, output_len
+        return checks, columns
 
     monkeypatch.setattr(correctness, "_checked", checked)
 

@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.bar_plots import bar_grid
-from experiments.plots import is_wide, line_grid, save, y_scale
+from experiments.plots import is_wide, line_grid, look, save, y_scale
 from experiments.report import caption
 
 LABELS = ("x", "y")
@@ -114,3 +114,32 @@ def test_a_caption_says_what_was_measured_on_what_and_with_what() -> None:
         "  |  2026-11-29"
     )
     assert caption(record) == versions
+
+
+def test_more_series_than_colours_still_differ() -> None:
+    assert len({look(number) for number in range(24)}) == 24
+    assert len({look(number)[0] for number in range(8)}) == 8
+
+
+def test_bars_on_a_logarithmic_axis_begin_at_what_they_are_compared_with() -> None:
+    table = pd.DataFrame({"place": ["p", "q"], "variant": "a", "y": [40.0, 0.5]})
+    figure = bar_grid(table, y="y", groups="place", labels=LABELS, title="t", level=1.0, log_y=None)
+    ends = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in figure.axes[0].patches]
+    assert figure.axes[0].get_yscale() == "log"
+    assert ends == [(1.0, 40.0), (1.0, 0.5)]
+    plt.close(figure)
+
+
+def test_one_round_draws_no_error_bars() -> None:
+    nan = float("nan")
+    table = pd.DataFrame({"x": [1, 2], "y": [10.0, 11.0], "y_low": nan, "y_high": nan, "variant": "a"})
+    figure = line_grid(table, x="x", y="y", labels=LABELS, title="t")
+    assert not figure.axes[0].containers[0].has_yerr
+    plt.close(figure)
+
+
+def test_the_ideal_line_of_a_scaling_plot_is_within_it() -> None:
+    table = pd.DataFrame({"x": [1, 2, 8], "y": [1.0, 0.5, 0.6], "variant": "a"})
+    figure = line_grid(table, x="x", y="y", labels=LABELS, title="t", ideal=True)
+    assert figure.axes[0].get_ylim()[1] >= 8.0
+    plt.close(figure)

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.columns import make_row
 from experiments.records import to_frame
-from experiments.tables import compact, over_rounds, reasons, summarise, to_markdown
+from experiments.tables import compact, median_of, over_rounds, reasons, summarise, to_markdown
 
 
 def rows(
@@ -116,7 +116,10 @@ def test_engines_that_did_not_take_turns_have_no_winner() -> None:
 def test_titles_say_how_many_rounds_and_what_the_bars_are() -> None:
     assert over_rounds(to_frame(rows("a", NOISE))) == "6 rounds, 95% interval"
     assert over_rounds(to_frame(rows("a", NOISE[:3]))) == "3 rounds, lowest to highest"
-    assert over_rounds(to_frame(rows("a", NOISE[:1]))) == "1 round"
+    assert (
+        over_rounds(to_frame(rows("a", NOISE[:1]))) == median_of(to_frame(rows("a", NOISE[:1]))) == "1 round"
+    )
+    assert median_of(to_frame(rows("a", NOISE))) == "median of 6 rounds, 95% interval"
     assert over_rounds(to_frame(rows("a", None))) == "no rounds"
     mixed = to_frame([*rows("a", NOISE), *rows("a", NOISE[:4], context=256)])
     assert over_rounds(mixed) == "4 to 6 rounds, lowest to highest"
