@@ -30,12 +30,10 @@ from experiments.settings import Variant
 from kernels import decode, timing
 from kernels.decode import split_kv, split_kv_tma
 from kernels.decode.cost_model import CostModel, Gpu, Work, table_name
-from kernels.decode.planner import TileShape, device_sm_count, gpu_of, work_of
+from kernels.decode.planner import TileShape, device_sm_count, gpu_of, max_partials, work_of
 
 NUM_KV_HEADS, HEAD_DIM, DTYPE = 8, 128, "bfloat16"
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 49, 57, 64, 80, 99)
-# Programs beyond this many an SM are not measured, but for ragged batches.
-MOST_PROGRAMS_PER_SM = 32
 
 RAGGED = tuple(int(128 * 256 ** ((0.5 + 37 * row % 64) / 64)) for row in range(64))
 """Contexts log-uniform from 128 to 32,768, in no order."""
@@ -57,7 +55,10 @@ GRID: tuple[tuple[int, tuple[int, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured choice. context_lens: of the rows; unit: keys that its splits are multiples of; time_us: median."""
+    """One measured choice. context_lens: of the rows; unit: keys that its splits are multiples of; time_us: median.
+
+    samples_us: by round.
+    """
 
     kernel: str
     tile: int
@@ -67,6 +68,7 @@ class Sample:
     block_size: int
     context_lens: tuple[int, ...]
     time_us: float
+    samples_us: tuple[tuple[float, ...], ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, tuple[int, ...]]:
@@ -112,16 +114,11 @@ class Contender:
     unit: int | None
 
     def splits(self, problem: decode.DecodeProblem) -> list[int]:
-        """The numbers to measure."""
-        unit = self.unit or self.shape_of(problem).tile
-        ragged = problem.mean_context_len != problem.max_context_len
-        slots = MOST_PROGRAMS_PER_SM * device_sm_count(problem.device) * (16 if ragged else 1)
-        programs = problem.batch_size * problem.num_kv_heads
-        return [
-            n
-            for n in SPLITS
-            if n == 1 or (n * unit < problem.max_context_len + unit and n * programs <= slots)
-        ]
+        """The numbers to measure: as many splits as a plan may have, a unit each at least."""
+        shape = self.shape_of(problem)
+        units = -(-problem.max_context_len // (self.unit or shape.tile))
+        most = max_partials(problem, shape) // problem.batch_size
+        return [n for n in SPLITS if n == 1 or n <= min(units, most)]
 
 
 CONTENDERS = (
@@ -153,14 +150,15 @@ def measure(
                 num_q_heads,
                 block_size,
                 context_lens,
+                statistics.median(t for taken in times[name] for t in taken),
                 times[name],
             )
         )
     return samples
 
 
-def _time(bench: DecodeBench) -> dict[str, float]:
-    """Medians of cold calls, microseconds, by variant."""
+def _time(bench: DecodeBench) -> dict[str, tuple[tuple[float, ...], ...]]:
+    """Cold calls, microseconds, by variant and round."""
     generator = torch.Generator(device=bench.device).manual_seed(0)
     count = timing.num_input_sets(bench.input_bytes, bench.device, "cold")
     inputs = [bench.make_inputs(generator) for _ in range(count)]
@@ -173,7 +171,7 @@ def _time(bench: DecodeBench) -> dict[str, float]:
             raise RuntimeError(f"{candidate.name}: relative error {error:.3g} at {bench.context_lens[:4]}")
         calls[candidate.name] = bound
     found = timing.time_interleaved(calls, device=bench.device, cache_state="cold", rounds=3, samples=4)
-    return {name: statistics.median(t.median for t in rounds) for name, rounds in found.items()}
+    return {name: tuple(t.samples_us for t in rounds) for name, rounds in found.items()}
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------
@@ -293,6 +291,7 @@ def read_samples(file: Path) -> list[Sample]:
     for line in file.read_text().splitlines():
         row: dict[str, Any] = json.loads(line)
         row["context_lens"] = tuple(row["context_lens"])
+        row["samples_us"] = tuple(map(tuple, row.get("samples_us", ())))
         samples.append(Sample(**{field.name: row[field.name] for field in fields(Sample)}))
     return samples
 

@@ -12,7 +12,9 @@ import torch
 
 from experiments import tune
 from experiments.tune import GRID, Sample
+from kernels import decode
 from kernels.decode.cost_model import CostModel, table_name
+from kernels.decode.merge import partial_numel
 from kernels.decode.planner import plan_splits
 from kernels.decode.split_kv import shape_of
 
@@ -89,3 +91,17 @@ def test_the_planner_follows_the_table() -> None:
     sample = Sample("split_kv", 32, 32, 1, 64, 16, (4096,) * 8, 1.0)
     problem = sample.problem()
     assert plan_splits(problem, shape_of(problem), sm_count=SM_COUNT) > 1
+
+
+@pytest.mark.parametrize("contender", tune.CONTENDERS, ids=lambda each: each.kernel)
+@pytest.mark.parametrize(("heads", "lens"), [(64, (4096,)), (64, tune.RAGGED), (16, (1024,) * 256)])
+def test_the_numbers_measured_fit_the_workspace(
+    contender: tune.Contender, heads: int, lens: tuple[int, ...]
+) -> None:
+    """On the H200 a ragged batch was asked for more splits than its kernel's workspace holds."""
+    problem = Sample(contender.kernel, 32, 32, 1, heads, 16, lens, 1.0).problem()
+    found = contender.splits(problem)
+    workspace = decode.get(contender.kernel).workspace(problem, torch.device("meta"))
+    assert found[0] == 1
+    assert workspace is not None
+    assert workspace.numel() >= partial_numel(len(lens), heads, max(found), 128)
