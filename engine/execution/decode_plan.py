@@ -10,7 +10,7 @@ import torch
 
 from kernels.decode import DecodeKernel, DecodeProblem
 
-LEAST_BUCKET = 512
+LEAST_BUCKET = 256
 """Contexts below this many tokens are planned for like this many."""
 
 MOST_RAGGED = 16
