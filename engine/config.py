@@ -34,7 +34,7 @@ class EngineConfig:
     use_triton: bool | Literal["auto"] = "auto"
     decode_attention: str = "auto"
     prefill_attention: str = "auto"
-    layer_fusion: Literal["auto", "off", "on", "pdl"] = "auto"
+    layer_fusion: Literal["auto", "off", "on"] = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -61,7 +61,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        _check_choice("layer_fusion", self.layer_fusion, ("auto", "off", "on", "pdl"))
+        _check_choice("layer_fusion", self.layer_fusion, ("auto", "off", "on"))
         _check_choice("scheduling", self.scheduling, ("mixed", "prefill_first"))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")

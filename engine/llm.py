@@ -46,9 +46,9 @@ class LLM:
     enforce_eager: never use CUDA graphs.
     use_triton: Triton or torch for norms, activation, RoPE and KV writes; "auto": Triton on a CUDA device.
     decode_attention, prefill_attention: names in kernels.decode and kernels.prefill; "auto": the device's fastest.
-    layer_fusion: whether decode steps of few rows run in fewer kernels (norm, activation and residual inside the
-        products: see LayerFusion): "off", "on", "pdl" (the kernels also overlap their starts: Hopper and later);
-        "auto": what was measured to be faster. On one rank and with Triton alone.
+    layer_fusion: whether decode steps of 2 to 16 rows add the residual inside the products (see LayerFusion): "off",
+        "on"; "auto": in half precision, where it was faster on an H200 (hidden_size 4096: from 2 rows on, more: from
+        3, less: never). On one rank and with Triton alone.
     block_size: tokens in a KV block. num_kv_blocks: blocks in the pool; None: what gpu_memory_utilization of the
         GPU's memory leaves, or 1 GiB on a CPU. It may be smaller than max_model_len.
     max_model_len: tokens of a sequence at most, prompt and output; None: the model's max_position_embeddings.
@@ -78,7 +78,7 @@ class LLM:
         use_triton: bool | Literal["auto"] = "auto",
         decode_attention: str = "auto",
         prefill_attention: str = "auto",
-        layer_fusion: Literal["auto", "off", "on", "pdl"] = "auto",
+        layer_fusion: Literal["auto", "off", "on"] = "auto",
         block_size: int = 16,
         num_kv_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,

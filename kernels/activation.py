@@ -4,17 +4,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.dependent_launch import launch_options, start_after_previous
 from kernels.triton_support import on_device, tl, triton
 
 BLOCK = 1024
 
 
-def silu_mul(gate_up: Tensor, *, use_triton: bool, pdl: bool = False) -> Tensor:
+def silu_mul(gate_up: Tensor, *, use_triton: bool) -> Tensor:
     """silu(gate) * up, silu rounded to the input's dtype before the product, as Transformers does.
 
-    gate_up [tokens, 2 * intermediate], gate first; returns a new contiguous [tokens, intermediate]. pdl: see
-    kernels/dependent_launch.py; of the Triton path alone.
+    gate_up [tokens, 2 * intermediate], gate first; returns a new contiguous [tokens, intermediate].
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gate_up must be [tokens, 2 * intermediate], got shape {tuple(gate_up.shape)}")
@@ -33,7 +31,6 @@ def silu_mul(gate_up: Tensor, *, use_triton: bool, pdl: bool = False) -> Tensor:
                 INTERMEDIATE=intermediate,
                 BLOCK=BLOCK,
                 num_warps=4,
-                **launch_options(pdl),
             )
     return out
 
@@ -45,9 +42,7 @@ def _silu_mul_kernel(
     stride_token,
     INTERMEDIATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
-    start_after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < INTERMEDIATE

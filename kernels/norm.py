@@ -7,23 +7,22 @@ the latter rounded to x's dtype, then multiplied by the weight.
 import torch
 from torch import Tensor
 
-from kernels.dependent_launch import launch_options, start_after_previous
 from kernels.triton_support import on_device, tl, triton
 
 # Elements of a program: short rows (the heads of QK-norm) share one.
 TILE_ELEMENTS = 2048
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, use_triton: bool, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, use_triton: bool) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension.
 
     x [..., hidden], any strides (query heads inside packed qkv, say); weight [hidden]. Returns a new
-    contiguous tensor shaped like x. pdl: see kernels/dependent_launch.py; of the Triton path alone.
+    contiguous tensor shaped like x.
     """
     _check(x, weight)
     if not use_triton:
         return _torch_rms_norm(x, weight, eps)
-    return _launch(x, None, weight, eps, pdl)[0]
+    return _launch(x, None, weight, eps)[0]
 
 
 def add_rms_norm(
@@ -53,9 +52,7 @@ def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * scaled.to(x.dtype)
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     shape, hidden = x.shape, x.shape[-1]
     x = _as_rows(x)
     residual = None if residual is None else _as_rows(residual)
@@ -83,7 +80,6 @@ def _launch(
                 ROWS=rows,
                 ADD=residual is not None,
                 num_warps=4 if rows * block <= 4096 else 8,
-                **launch_options(pdl),
             )
     return normed.view(shape), total.view(shape) if residual is not None else total
 
@@ -115,9 +111,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
-    start_after_previous(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < HIDDEN)[None, :]

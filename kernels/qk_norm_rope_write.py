@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from kernels.dependent_launch import launch_options, start_after_previous
 from kernels.kv_write import check_kv_write, write_kv
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, check_rope
@@ -26,15 +25,13 @@ def qk_norm_rope_write(
     slot_mapping: Tensor,
     *,
     use_triton: bool,
-    pdl: bool = False,
 ) -> None:
     """Normalise and rotate q in place; write k, normalised and rotated, and v into their cache slots.
 
     q [tokens, num_q_heads, head_dim]; k, v [tokens, num_kv_heads, head_dim], views of one projection, last
     dimension contiguous. q_weight, k_weight [head_dim], or None for a model without QK-norm. positions
     and slot_mapping [tokens] int64, cos_sin and caches as for `apply_rope` and `write_kv`. k and v
-    themselves mean nothing afterwards. Both paths round wherever the three separate functions do. pdl: see
-    kernels/dependent_launch.py; of the Triton path alone.
+    themselves mean nothing afterwards. Both paths round wherever the three separate functions do.
     """
     check_rope(q, k, positions, cos_sin)
     check_kv_write(k, v, k_cache, v_cache, slot_mapping)
@@ -47,7 +44,7 @@ def qk_norm_rope_write(
         if tensor.stride(2) != 1:
             raise ValueError(f"{name}'s last dimension must be contiguous, got strides {tensor.stride()}")
     if use_triton:
-        _launch(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, pdl)
+        _launch(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping)
         return
     if q_weight is not None and k_weight is not None:
         q.copy_(rms_norm(q, q_weight, eps, use_triton=False))
@@ -68,7 +65,6 @@ def _launch(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    pdl: bool,
 ) -> None:
     tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -105,7 +101,6 @@ def _launch(
             BLOCK_HALF=block_half,
             NORM=q_weight is not None,
             num_warps=4,
-            **launch_options(pdl),
         )
 
 
@@ -171,10 +166,8 @@ def _qk_norm_rope_write_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
     """One token and BLOCK_HEADS heads a program: first the tiles of q, then those of k and v together."""
-    start_after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     half = tl.arange(0, BLOCK_HALF)

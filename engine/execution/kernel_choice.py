@@ -9,15 +9,16 @@ import torch
 
 from engine.config import EngineConfig
 from engine.layers.attention_metadata import KernelChoice
-from engine.layers.fusion import NO_FUSION, PROLOGUE_ROWS, LayerFusion, measured_fusion
+from engine.layers.fusion import NO_FUSION, LayerFusion, measured_fusion
 from kernels import decode, prefill
-from kernels.dependent_launch import supports_pdl
 from kernels.fused_linear import MAX_ROWS
 from kernels.triton_support import triton_unavailable
 
 
-def choose_kernels(config: EngineConfig, device: torch.device) -> KernelChoice:
-    """Resolve use_triton, decode_attention, prefill_attention and layer_fusion for a device.
+def choose_kernels(
+    config: EngineConfig, device: torch.device, *, hidden_size: int, dtype: torch.dtype
+) -> KernelChoice:
+    """Resolve use_triton, decode_attention, prefill_attention and layer_fusion for a device and a model.
 
     "auto" takes the Triton kernels on a CUDA device that has Triton, and the torch ones elsewhere. A name that is
     unknown, or that cannot run on the device, is a ValueError naming those that can; nothing is ever substituted.
@@ -36,13 +37,15 @@ def choose_kernels(config: EngineConfig, device: torch.device) -> KernelChoice:
             "prefill_attention", config.prefill_attention, prefill, "triton" if fast else "torch", device
         ),
         use_triton=use_triton,
-        fusion=_choose_fusion(config, use_triton, device),
+        fusion=_choose_fusion(config, use_triton, hidden_size, dtype),
     )
 
 
-def _choose_fusion(config: EngineConfig, use_triton: bool, device: torch.device) -> LayerFusion:
+def _choose_fusion(
+    config: EngineConfig, use_triton: bool, hidden_size: int, dtype: torch.dtype
+) -> LayerFusion:
     """ "auto" is off wherever the others would be refused."""
-    name, pdl = config.layer_fusion, supports_pdl(device)
+    name = config.layer_fusion
     if name == "off":
         return NO_FUSION
     reason = None
@@ -50,13 +53,12 @@ def _choose_fusion(config: EngineConfig, use_triton: bool, device: torch.device)
         reason = "use_triton"
     elif config.tensor_parallel_size > 1:
         reason = f"tensor_parallel_size 1, got {config.tensor_parallel_size}"
-    elif name == "pdl" and not pdl:
-        reason = f"a GPU of compute capability 9.0 or more, the device is {device}"
     if name == "auto":
-        return NO_FUSION if reason else measured_fusion(pdl)
+        half = dtype in (torch.float16, torch.bfloat16)
+        return measured_fusion(hidden_size) if half and not reason else NO_FUSION
     if reason:
         raise ValueError(f"layer_fusion {name!r} needs {reason}")
-    return LayerFusion(max_rows=MAX_ROWS, prologue_rows=PROLOGUE_ROWS, pdl=name == "pdl")
+    return LayerFusion(max_rows=MAX_ROWS)
 
 
 def _choose(field: str, name: str, registry: ModuleType, default: str, device: torch.device) -> Any:

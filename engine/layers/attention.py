@@ -89,12 +89,8 @@ class Attention(nn.Module):
         rotary: RotaryEmbedding,
         metadata: AttentionMetadata,
         kv_cache: Tensor,
-        pdl: bool = False,
     ) -> Tensor:
-        """What lies between the projections: qkv [tokens, qkv_proj's rows] to [tokens, num_q_heads * head_dim].
-
-        pdl: programmatic dependent launch, where the kernels take it.
-        """
+        """What lies between the projections: qkv [tokens, qkv_proj's rows] to [tokens, num_q_heads * head_dim]."""
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(self.qkv_proj.sizes, dim=1))
         k_cache, v_cache = kv_cache.unbind(0)
         if self.kernels.use_triton:
@@ -111,18 +107,15 @@ class Attention(nn.Module):
                 v_cache,
                 metadata.slot_mapping,
                 use_triton=True,
-                pdl=pdl,
             )
         else:  # the same in its parts, each a module that a forward hook can watch
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             rotary(q, k, positions)
             write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, use_triton=False)
-        return self._attend(q, k_cache, v_cache, metadata, pdl).flatten(1)
+        return self._attend(q, k_cache, v_cache, metadata).flatten(1)
 
-    def _attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, pdl: bool
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[tokens, num_q_heads, head_dim]: each kernel writes its rows of one buffer."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_decodes = metadata.num_decodes
@@ -137,7 +130,6 @@ class Attention(nn.Module):
                 out=out[:num_decodes],
                 workspace=metadata.decode_workspace,
                 **metadata.decode_plan,
-                **({"pdl": True} if pdl and self.kernels.decode.takes_pdl else {}),
             )
         if metadata.num_prefill_tokens:
             self.kernels.prefill(

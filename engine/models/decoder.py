@@ -99,7 +99,7 @@ class DecoderLayer(nn.Module):
         fusion, attention, mlp = self.fusion, self.self_attn, self.mlp
         norm, product = self.input_layernorm, attention.qkv_proj
         qkv = fusion.norm_linear(stream, norm.weight, norm.eps, product.weight, product.bias)
-        heads = attention.attend(qkv, positions, rotary, metadata, kv_cache, pdl=fusion.pdl)
+        heads = attention.attend(qkv, positions, rotary, metadata, kv_cache)
         fusion.add_linear(heads, attention.o_proj.weight, attention.o_proj.bias, stream)
         norm, product = self.post_attention_layernorm, mlp.gate_up_proj
         gate_up = fusion.norm_linear(stream, norm.weight, norm.eps, product.weight, product.bias)

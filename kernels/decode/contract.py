@@ -79,8 +79,6 @@ class DecodeKernel(ABC):
     name: str
     capturable: bool = True
     """Whether a CUDA graph can capture a call: it waits for nothing and reads no tensor on the host."""
-    takes_pdl: bool = False
-    """Whether calls take pdl=True: programmatic dependent launch (kernels/dependent_launch.py)."""
     kv_dtypes: tuple[torch.dtype, ...] = ()
     """What the caches may be besides q's dtype; kernels/fp8_cache.py says which options go with fp8."""
 

@@ -43,15 +43,12 @@ class FixedSplitDecode(SplitKVDecode):
         prefetch: bool | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-        pdl: bool = False,
     ) -> None:
         """split_size: keys a split. For equal bits, the same split_size and tile shape in every call, and
-        num_splits * split_size no less than the longest context. k_scale, v_scale, pdl: see split_kv."""
+        num_splits * split_size no less than the longest context. k_scale, v_scale: see split_kv."""
         if split_size < 1:
             raise ValueError(f"split_size is {split_size}, the least is 1")
-        super().launch(
-            call, num_splits, split_size, tile, num_warps, num_stages, prefetch, k_scale, v_scale, pdl
-        )
+        super().launch(call, num_splits, split_size, tile, num_warps, num_stages, prefetch, k_scale, v_scale)
 
 
 def _num_splits(problem: DecodeProblem) -> int:

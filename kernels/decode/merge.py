@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kernels.decode.planner import padded_dim
-from kernels.dependent_launch import launch_options, start_after_previous
 from kernels.triton_support import on_device, tl, triton
 
 # Splits that a program weighs at once, at most: their values fill its registers.
@@ -64,10 +63,8 @@ def _merge_splits(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
     """One program a row and query head."""
-    start_after_previous(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     first = (row * NUM_HEADS + head) * num_splits
@@ -123,16 +120,13 @@ def merge_heads(
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
-def merge_splits(
-    partial: Tensor, lse: Tensor, out: Tensor, chunk: int = MAX_CHUNK, pdl: bool = False
-) -> None:
+def merge_splits(partial: Tensor, lse: Tensor, out: Tensor, chunk: int = MAX_CHUNK) -> None:
     """Weigh the splits' outputs by their base-2 log-sum-exp into `out`, in place.
 
     partial: [batch, num_q_heads, num_splits, head_dim] fp32, contiguous: each split's normalised output.
     lse: [batch, num_q_heads, num_splits] fp32, contiguous, base 2. An empty split is (0, -inf).
     out: [batch, num_q_heads, head_dim], any strides; zeros where every split is empty.
     chunk: splits a step; with the same chunk a row's result has the same bits however many empty splits follow.
-    pdl: see kernels/dependent_launch.py.
     """
     batch_size, num_heads, num_splits, head_dim = partial.shape
     if batch_size == 0:
@@ -150,7 +144,6 @@ def merge_splits(
             DIM=padded_dim(head_dim),
             CHUNK=chunk,
             num_warps=4,
-            **launch_options(pdl),
         )
 
 

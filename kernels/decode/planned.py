@@ -20,7 +20,6 @@ class PlannedDecode(TritonDecodeKernel):
     """split_kv or split_kv_tma, by kernels/decode/cost_model.py; where one of them cannot run, the other."""
 
     name = "planned"
-    takes_pdl = True
     kv_dtypes = SplitKVDecode.kv_dtypes
 
     def __init__(self) -> None:

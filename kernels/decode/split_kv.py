@@ -12,7 +12,6 @@ from kernels.decode.launch import Call, TritonDecodeKernel, group_constexprs
 from kernels.decode.merge import MAX_CHUNK, chunk_for, merge_splits, partial_numel, partial_views
 from kernels.decode.online_softmax import attend_range, load_queries, normalised
 from kernels.decode.planner import TileShape, head_tiles, max_partials, plan_splits
-from kernels.dependent_launch import launch_options, start_after_previous
 from kernels.fp8_cache import FP8, check_scales
 from kernels.triton_support import tl, triton
 
@@ -67,7 +66,6 @@ def _attend_split(
     DIRECT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PREFETCH: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
     """One program a (KV head and tile of its query heads, split, row), for the context from first_key on.
 
@@ -78,7 +76,6 @@ def _attend_split(
     k_scale_ptr, v_scale_ptr: of an fp8 cache, a factor a KV head, else None. A head's factors leave the loop: K's
     joins the scores' scale, V's is applied to the result.
     """
-    start_after_previous(PDL)
     kv_head = tl.program_id(0) // HEAD_TILES
     head_in_group = (tl.program_id(0) % HEAD_TILES) * HEADS
     split = tl.program_id(1)
@@ -155,7 +152,6 @@ class SplitKVDecode(TritonDecodeKernel):
     """
 
     name = "split_kv"
-    takes_pdl = True
     kv_dtypes = (FP8,)
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
@@ -179,13 +175,12 @@ class SplitKVDecode(TritonDecodeKernel):
         prefetch: bool | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-        pdl: bool = False,
     ) -> None:
         """tile, num_warps, num_stages, prefetch: see TileShape; what is None is planned for a full table.
 
         split_size: keys a split, a multiple of tile, 0 for equal parts; by default num_splits then covers a full
         table. The last split takes what the others leave. k_scale, v_scale: [num_kv_heads] float32 each, with caches
-        in fp8 alone. pdl: see kernels/dependent_launch.py.
+        in fp8 alone.
         """
         check_scales(call.k_cache, k_scale, v_scale)
         scales = (k_scale, v_scale)
@@ -199,16 +194,14 @@ class SplitKVDecode(TritonDecodeKernel):
             num_splits = plan_splits(problem, shape)
         # With split_size always the same two programs: another might round differently.
         if num_splits == 1 and not split_size:
-            attend_splits(call, None, None, shape, 1, scales=scales, pdl=pdl)
+            attend_splits(call, None, None, shape, 1, scales=scales)
             return
         partial, lse = partial_views(
             call.workspace, problem.batch_size, problem.num_q_heads, num_splits, problem.head_dim, like=call.q
         )
-        attend_splits(call, partial, lse, shape, num_splits, split_size, scales=scales, pdl=pdl)
+        attend_splits(call, partial, lse, shape, num_splits, split_size, scales=scales)
         # A constant step with split_size, since the order of the sums must not follow the batch.
-        merge_splits(
-            partial, lse, call.out, chunk=MAX_CHUNK if split_size else chunk_for(num_splits), pdl=pdl
-        )
+        merge_splits(partial, lse, call.out, chunk=MAX_CHUNK if split_size else chunk_for(num_splits))
 
 
 def shape_options(shape: TileShape) -> dict[str, Any]:
@@ -239,7 +232,6 @@ def attend_splits(
     first_key: int = 0,
     first_slot: int = 0,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    pdl: bool = False,
 ) -> None:
     """The first stage: partial output and log-sum-exp of each split of the keys from first_key on.
 
@@ -273,5 +265,4 @@ def attend_splits(
         **group_constexprs(problem, shape.tile),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-        **launch_options(pdl),
     )

@@ -12,7 +12,6 @@ from kernels.decode.launch import Call, TritonDecodeKernel
 from kernels.decode.merge import chunk_for, merge_splits, partial_numel, partial_views
 from kernels.decode.online_softmax import load_queries, normalised
 from kernels.decode.planner import TileShape, head_rows, head_tiles, max_partials, plan_splits
-from kernels.dependent_launch import launch_options, start_after_previous
 from kernels.triton_support import INTERPRETING, dot_dtype, tl, triton
 
 try:
@@ -87,7 +86,6 @@ def _attend_chunks(
     EARLY_REST: tl.constexpr,
     DIRECT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
     """One program a (KV head and tile of its query heads, split, row).
 
@@ -105,7 +103,6 @@ def _attend_chunks(
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, DIM)
 
-    start_after_previous(PDL)
     table_ptr += row * stride_table_row
     context_len = tl.load(context_lens_ptr + row)
     # Not used as a block unless the context reaches it: this load need not wait for the length.
@@ -186,7 +183,6 @@ class SplitKVTmaDecode(TritonDecodeKernel):
     """
 
     name = "split_kv_tma"
-    takes_pdl = True
 
     def unavailable(self, device: torch.device) -> str | None:
         reason = super().unavailable(device)
@@ -224,12 +220,10 @@ class SplitKVTmaDecode(TritonDecodeKernel):
         tile: int | None = None,
         num_warps: int | None = None,
         num_stages: int | None = None,
-        pdl: bool = False,
     ) -> None:
         """num_splits: programs a row and KV head; tile: keys a step, a divisor of the block size.
 
         num_warps, num_stages: Triton's, all but one of the stages in flight. What is None is planned, for a full table.
-        pdl: see kernels/dependent_launch.py.
         """
         problem = call.problem
         shape = shape_of(problem)
@@ -274,10 +268,9 @@ class SplitKVTmaDecode(TritonDecodeKernel):
             DIRECT=partial is None,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
-            **launch_options(pdl),
         )
         if partial is not None and lse is not None:
-            merge_splits(partial, lse, call.out, chunk=chunk_for(num_splits), pdl=pdl)
+            merge_splits(partial, lse, call.out, chunk=chunk_for(num_splits))
 
 
 def chunk_constexprs(problem: DecodeProblem, tile: int) -> dict[str, Any]:

@@ -38,6 +38,12 @@ def kernels(fusion: LayerFusion) -> KernelChoice:
     return KernelChoice(decode.get("torch"), prefill.get("torch"), use_triton=True, fusion=fusion)
 
 
+def chosen(hidden_size: int = 64, dtype: torch.dtype = torch.float32, **options: Any) -> LayerFusion:
+    """What an engine with these arguments fuses."""
+    config = EngineConfig(**({"device": "cpu", "use_triton": True} | options))
+    return choose_kernels(config, torch.device("cpu"), hidden_size=hidden_size, dtype=dtype).fusion
+
+
 def decoded(checkpoint: Path, fusion: LayerFusion, device: torch.device) -> tuple[Any, list[list[int]], Any]:
     """(model, sequences, logits of their last three tokens, each decoded in one step of all sequences)."""
     model = load_model(
@@ -59,16 +65,9 @@ def decoded(checkpoint: Path, fusion: LayerFusion, device: torch.device) -> tupl
     return model, sequences, [torch.cat([step[i] for step in steps]) for i in range(len(LENGTHS))]
 
 
-@pytest.mark.parametrize(
-    "fusion",
-    [
-        LayerFusion(max_rows=4, prologue_rows=4),
-        LayerFusion(max_rows=4, prologue_rows=0),
-        LayerFusion(max_rows=4, prologue_rows=2, max_dot_outputs=0),
-    ],
-    ids=["prologues", "dot", "torch-products"],
-)
-def test_logits_equal_transformers(checkpoint: Path, fusion: LayerFusion, device: torch.device) -> None:
+def test_logits_equal_transformers(checkpoint: Path, device: torch.device) -> None:
+    fusion = chosen(layer_fusion="on")
+    assert fusion.applies(len(LENGTHS), len(LENGTHS))
     _, sequences, logits = decoded(checkpoint, fusion, device)
     reference = reference_model(checkpoint)
     for i, sequence in enumerate(sequences):
@@ -86,43 +85,66 @@ def test_only_steps_of_few_decode_rows_are_fused(checkpoint: Path, device: torch
     )
     model, _, _ = decoded(checkpoint, LayerFusion(max_rows=2), device)
     assert not fused
-    decoded(checkpoint, LayerFusion(max_rows=3), device)
+    decoded(checkpoint, LayerFusion(min_rows=4, max_rows=16), device)
+    assert not fused
+    decoded(checkpoint, LayerFusion(min_rows=3, max_rows=3), device)
     assert fused == [3] * (3 * 2 * model.config.num_layers)
 
 
-def config(**options: Any) -> EngineConfig:
-    return EngineConfig(**({"device": "cpu", "use_triton": True} | options))
-
-
-def test_the_option(device: torch.device) -> None:
-    assert choose_kernels(config(), device).fusion == NO_FUSION
-    on = choose_kernels(config(layer_fusion="on"), device).fusion
-    assert on.applies(16, 16)
-    assert not on.applies(17, 17)
+def test_on() -> None:
+    on = chosen(layer_fusion="on")
+    assert [rows for rows in range(20) if on.applies(rows, rows)] == list(range(2, 17))
     assert not on.applies(3, 4), "a prefill token is no decode row"
-    assert not on.pdl
-    assert not NO_FUSION.applies(1, 1)
     with pytest.raises(ValueError, match="layer_fusion 'on' needs use_triton"):
-        choose_kernels(config(layer_fusion="on", use_triton=False), device)
+        chosen(layer_fusion="on", use_triton=False)
     with pytest.raises(ValueError, match="layer_fusion 'on' needs tensor_parallel_size 1, got 2"):
-        choose_kernels(config(layer_fusion="on", tensor_parallel_size=2), device)
-    assert choose_kernels(config(tensor_parallel_size=2), device).fusion == NO_FUSION
-    with pytest.raises(ValueError, match="layer_fusion must be one of auto, off, on, pdl, got 'all'"):
-        config(layer_fusion="all")
+        chosen(layer_fusion="on", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "first"), [(1024, None), (2048, None), (4095, None), (4096, 2), (5120, 3), (8192, 3)]
+)
+def test_auto_takes_what_was_measured_to_be_faster(hidden_size: int, first: int | None) -> None:
+    expected = [] if first is None else list(range(first, 17))
+    for dtype in (torch.bfloat16, torch.float16):
+        fusion = chosen(hidden_size, dtype)
+        assert [rows for rows in range(20) if fusion.applies(rows, rows)] == expected
+
+
+def test_auto_fuses_nothing_where_it_was_not_measured() -> None:
+    assert chosen(4096, torch.bfloat16) != NO_FUSION
+    assert chosen(4096, torch.float32) == NO_FUSION
+    for option in ({"use_triton": False}, {"tensor_parallel_size": 2}, {"layer_fusion": "off"}):
+        assert chosen(4096, torch.bfloat16, **option) == NO_FUSION
+
+
+def test_an_engine_chooses_by_its_models_width(tmp_path: Path, monkeypatch) -> None:
+    """The rule gets hidden_size and the resolved dtype: those of the checkpoint and the arguments."""
+    seen: list[int] = []
+    monkeypatch.setattr(
+        "engine.execution.kernel_choice.measured_fusion", lambda size: (seen.append(size), NO_FUSION)[1]
+    )
+    checkpoint = write_random_checkpoint(tmp_path, QWEN3)
+    for dtype in ("float32", "bfloat16"):
+        options = {"device": "cpu", "use_triton": True, "skip_tokenizer_init": True, "num_kv_blocks": 8}
+        with LLM(str(checkpoint), dtype=dtype, **options):
+            pass
+    assert seen == [resolve_model(checkpoint, "auto").config.hidden_size]
+
+
+def test_senseless_values_are_named() -> None:
+    with pytest.raises(ValueError, match="layer_fusion must be one of auto, off, on, got 'all'"):
+        chosen(layer_fusion="all")
     with pytest.raises(ValueError, match=r"max_rows must be in \[0, 16\], got 17"):
         LayerFusion(max_rows=17)
+    with pytest.raises(ValueError, match="min_rows must be at least 1, got 0"):
+        LayerFusion(min_rows=0)
     with pytest.raises(ValueError, match="needs use_triton"):
-        KernelChoice(decode.get("torch"), prefill.get("torch"), False, LayerFusion(max_rows=1))
-
-
-def test_pdl_is_refused_where_there_is_none() -> None:
-    with pytest.raises(ValueError, match=r"layer_fusion 'pdl' needs a GPU of compute capability 9\.0"):
-        choose_kernels(config(layer_fusion="pdl"), torch.device("cpu"))
+        KernelChoice(decode.get("torch"), prefill.get("torch"), False, LayerFusion(max_rows=2))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fusion", ["on", "pdl"])
-def test_on_a_gpu_the_engine_gives_the_same_tokens(checkpoint: Path, fusion: str) -> None:
+def test_on_a_gpu_the_engine_gives_the_same_tokens(checkpoint: Path) -> None:
     """Graphs of one, two and five rows, in fp32: greedy tokens are those of separate kernels."""
 
     def tokens(layer_fusion: str, count: int) -> list[list[int]]:
@@ -134,4 +156,4 @@ def test_on_a_gpu_the_engine_gives_the_same_tokens(checkpoint: Path, fusion: str
             return [list(output.token_ids) for output in outputs]
 
     for count in (1, 2, 5):
-        assert tokens(fusion, count) == tokens("off", count)
+        assert tokens("on", count) == tokens("off", count)

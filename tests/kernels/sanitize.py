@@ -27,9 +27,8 @@ if not torch.cuda.is_available():
 from kernels import decode, prefill
 from kernels.activation import silu_mul
 from kernels.decode.launch import TritonDecodeKernel
-from kernels.dependent_launch import supports_pdl
 from kernels.fp8_cache import FP8
-from kernels.fused_linear import add_linear, dot_linear, gated_linear, norm_linear
+from kernels.fused_linear import add_linear, dot_linear
 from kernels.kv_write import write_kv
 from kernels.linear import few_rows_linear, linear
 from kernels.norm import add_rms_norm, rms_norm
@@ -80,8 +79,6 @@ def decode_runs() -> dict[str, Run]:
     runs["decode shared_prefix, with one"] = lambda: run_decode("shared_prefix", shared_prefix_len=128)
     if not INTERPRETING:
         runs["decode split_kv_fused, cooperative"] = lambda: run_decode("split_kv_fused", cooperative=True)
-    if supports_pdl(DEVICE):
-        runs["decode split_kv, dependent launch"] = lambda: run_decode("split_kv", pdl=True)
     for name in names:
         if FP8 in decode.get(name).kv_dtypes:
             runs[f"decode {name}, fp8 cache"] = lambda name=name: run_decode(name, fp8=True)
@@ -162,31 +159,17 @@ def elementwise_runs() -> dict[str, Run]:
         x, matrix = t["x"][:3], t["matrix"]
         return (few_rows_linear(x, matrix, None) if use_triton else linear(x, matrix, use_triton=False),)
 
-    def norm_product(t: dict[str, Tensor], use_triton: bool, **options: bool) -> tuple[Tensor, ...]:
-        x, matrix = t["x"][:3], t["matrix"]
-        if use_triton:
-            return (norm_linear(x, t["weight"], EPS, matrix, **options),)
-        return (linear(rms_norm(x, t["weight"], EPS, use_triton=False), matrix, use_triton=False),)
-
-    def gated_product(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
-        gate_up, matrix, stream = t["gate_up"][:3], t["matrix"], t["stream"][:3]
-        if use_triton:
-            gated_linear(gate_up, matrix, stream)
-        else:
-            stream += linear(silu_mul(gate_up, use_triton=False), matrix, use_triton=False)
-        return (t["stream"],)
-
-    def added_product(t: dict[str, Tensor], use_triton: bool, rows: int = 5) -> tuple[Tensor, ...]:
-        x, stream = t["x"][:rows], t["stream"][:rows]
+    def added_product(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
+        x, stream = t["x"][:5], t["stream"][:5]
         if use_triton:
             add_linear(x, t["matrix"], stream)
         else:
             stream += linear(x, t["matrix"], use_triton=False)
         return (t["stream"],)
 
-    def dot_product(t: dict[str, Tensor], use_triton: bool, **options: bool) -> tuple[Tensor, ...]:
+    def dot_product(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
         if use_triton:
-            return (dot_linear(t["x"], t["matrix"], **options),)
+            return (dot_linear(t["x"], t["matrix"]),)
         return (linear(t["x"], t["matrix"], use_triton=False),)
 
     def sampling(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
@@ -201,17 +184,11 @@ def elementwise_runs() -> dict[str, Run]:
         "write_kv": kv_write,
         "qk_norm_rope_write": fused,
         "few_rows_linear": row_times_matrix,
-        "norm_linear": norm_product,
-        "gated_linear": gated_product,
         "add_linear": added_product,
-        "add_linear, one row": lambda t, use: added_product(t, use, rows=1),
         "dot_linear": dot_product,
         "greedy": lambda t, use: (greedy(t["logits"], use_triton=use),),
         "sample": sampling,
     }
-    if supports_pdl(DEVICE):
-        operations["norm_linear, dependent launch"] = lambda t, use: norm_product(t, use, pdl=True)
-        operations["dot_linear, dependent launch"] = lambda t, use: dot_product(t, use, pdl=True)
     return {
         f"elementwise {name}": lambda run=run: against_torch(inputs, run) for name, run in operations.items()
     }

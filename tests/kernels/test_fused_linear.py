@@ -1,4 +1,4 @@
-"""The fused products of a few rows against the separate operations in fp64, in the interpreter or on a GPU."""
+"""The products on the residual stream against fp64, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -7,20 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.activation import silu_mul
-from kernels.fused_linear import (
-    DotTile,
-    PlainTile,
-    add_linear,
-    dot_linear,
-    gated_linear,
-    norm_linear,
-)
-from kernels.norm import rms_norm
+from kernels.fused_linear import DotTile, add_linear, dot_linear
 
-EPS = 1e-6
-ONE_STEP, STEPS = PlainTile(4, 128, 4), PlainTile(4, 32, 4)
-DOT = DotTile(16, 32, 2, 3)
+ONE_STEP, STEPS = DotTile(8, 128, 1, 2), DotTile(16, 32, 2, 3)
 # Roundings of the result alone (the interpreter truncates): sums are fp32, and what comes before rounds alike.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-7}
 
@@ -33,8 +22,6 @@ class Inputs:
             return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
         self.x = random(rows, in_features)
-        self.gate_up = random(rows, 2 * in_features)
-        self.norm_weight = random(in_features)
         self.weight = random(out_features, in_features)
         self.residual = random(rows, out_features)
         self.bias = random(out_features) if has_bias else None
@@ -57,30 +44,11 @@ def inputs(request, device):
     return lambda *shape: Inputs(device, request.param, *shape)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
-@pytest.mark.parametrize("tile", [ONE_STEP, STEPS, None])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_norm_linear(inputs, rows, tile, has_bias):
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("tile", [ONE_STEP, STEPS, None], ids=["one-step", "steps", "default"])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+def test_add_linear_adds_in_place(inputs, rows, tile, has_bias):
     t = inputs(rows, 21, 100, has_bias)
-    normed = rms_norm(t.x, t.norm_weight, EPS, use_triton=True)
-    check(norm_linear(t.x, t.norm_weight, EPS, t.weight, t.bias, tile=tile), t.product(normed))
-
-
-@pytest.mark.parametrize("rows", [1, 3, 4])
-@pytest.mark.parametrize("tile", [ONE_STEP, STEPS, None])
-def test_gated_linear_adds_in_place(inputs, rows, tile):
-    t = inputs(rows, 21, 100, True)
-    expected = t.product(silu_mul(t.gate_up, use_triton=True)) + t.residual.double()
-    gated_linear(t.gate_up, t.weight, t.residual, t.bias, tile=tile)
-    check(t.residual, expected)
-
-
-@pytest.mark.parametrize(
-    ("rows", "tile"),
-    [(1, None), (1, STEPS), (4, STEPS), (1, DOT), (2, None), (5, DOT), (16, DOT), (16, None)],
-)
-def test_add_linear_adds_in_place(inputs, rows, tile):
-    t = inputs(rows, 21, 100, True)
     expected = t.product(t.x) + t.residual.double()
     add_linear(t.x, t.weight, t.residual, t.bias, tile=tile)
     check(t.residual, expected)
@@ -89,7 +57,7 @@ def test_add_linear_adds_in_place(inputs, rows, tile):
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_dot_linear(inputs, rows):
     t = inputs(rows, 40, 96, rows == 7)
-    check(dot_linear(t.x, t.weight, t.bias, tile=DOT), t.product(t.x))
+    check(dot_linear(t.x, t.weight, t.bias, tile=STEPS), t.product(t.x))
 
 
 def test_what_lies_beside_rows_is_neither_read_nor_written(device):
@@ -101,7 +69,7 @@ def test_what_lies_beside_rows_is_neither_read_nor_written(device):
         view.copy_(x)
         return view
 
-    for tile in (STEPS, DOT):
+    for tile in (ONE_STEP, STEPS):
         residual = within_nan(t.residual)
         add_linear(within_nan(t.x), within_nan(t.weight), residual, tile=tile)
         check(residual, t.product(t.x) + t.residual.double())
@@ -111,7 +79,7 @@ def test_what_lies_beside_rows_is_neither_read_nor_written(device):
         assert whole.isnan().cpu().equal(beside)
 
 
-@pytest.mark.parametrize("tile", [STEPS, DOT])
+@pytest.mark.parametrize("tile", [ONE_STEP, STEPS])
 def test_a_row_does_not_depend_on_the_others(device, tile):
     t = Inputs(device, torch.float32, 4, 50, 300, False)
     together = t.residual.clone()
@@ -124,14 +92,12 @@ def test_a_row_does_not_depend_on_the_others(device, tile):
 
 def test_shapes_that_do_not_fit_are_named(device):
     t = Inputs(device, torch.float32, 5, 8, 16, False)
-    with pytest.raises(ValueError, match="x has 5 rows, the limit is 4"):
-        norm_linear(t.x, t.norm_weight, EPS, t.weight)
     with pytest.raises(ValueError, match="x has 17 rows, the limit is 16"):
         dot_linear(torch.zeros(17, 16, device=device), t.weight)
-    with pytest.raises(ValueError, match=r"norm_weight must be \[16\]"):
-        norm_linear(t.x, t.weight[0, :8], EPS, t.weight)
-    with pytest.raises(ValueError, match="x must have 32 features"):
-        gated_linear(t.x[:1], t.weight, t.residual[:1])
+    with pytest.raises(ValueError, match=r"bias must be \[8\]"):
+        dot_linear(t.x, t.weight, t.weight[0])
+    with pytest.raises(ValueError, match="x must have 16 features"):
+        add_linear(t.x[:, :8], t.weight, t.residual)
     with pytest.raises(ValueError, match=r"residual must be \[4, 8\], got shape \(5, 8\)"):
         add_linear(t.x[:4], t.weight, t.residual)
     with pytest.raises(ValueError, match=r"weight must be torch\.float32, as x is, got torch\.float16"):
@@ -139,6 +105,6 @@ def test_shapes_that_do_not_fit_are_named(device):
     with pytest.raises(ValueError, match="weight must have contiguous rows"):
         dot_linear(t.x[:, :8], t.weight.T[:8])
     with pytest.raises(ValueError, match="block_k is 48, expected a power of two"):
-        PlainTile(4, 48, 4)
+        DotTile(8, 48, 1, 3)
     with pytest.raises(ValueError, match="block_n must be at least 8"):
         DotTile(4, 64, 1, 3)
