@@ -189,11 +189,7 @@ class ModelRunner:
         held_by_cache = self.kv_cache.nbytes
         self.launch(step).result()
         held_before = torch.cuda.memory_reserved(self.device)
-        if self.graphs is not None:
-            slots = tuple(range(self.graphs.largest))
-            for mean in (self.max_model_len, self.max_model_len // MOST_RAGGED):  # which may take more splits
-                contexts = self._contexts(self.max_model_len, mean)
-                self.graphs.replay(slots, self.state.sampling_kind(slots), contexts)
+        self._replay_largest()
         torch.cuda.synchronize(self.device)
         held_by_graphs = torch.cuda.memory_reserved(self.device) - held_before
         peak = torch.cuda.max_memory_allocated(self.device) - held_by_cache + held_by_graphs
@@ -203,6 +199,17 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         used_outside = total - free - torch.cuda.memory_reserved(self.device)
         return int(total * self.config.gpu_memory_utilization) - used_outside - peak
+
+    def _replay_largest(self) -> None:
+        """The decode graphs of the most rows: for contexts all alike, and ragged ones, which may take more splits."""
+        if self.graphs is None:
+            return
+        slots = tuple(range(self.graphs.largest))
+        for mean in (self.max_model_len, self.max_model_len // MOST_RAGGED):
+            # Every replay counts a token more, and the prompts before may have left room for less than that.
+            self.state.num_computed[: len(slots)] = 0
+            contexts = self._contexts(self.max_model_len, mean)
+            self.graphs.replay(slots, self.state.sampling_kind(slots), contexts)
 
     def _largest_step(self) -> StepInput:
         """Prompts that fill the token budget, every one of them sampled with top-k and top-p."""

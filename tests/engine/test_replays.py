@@ -1,4 +1,4 @@
-"""Teacher forcing through graphs: every replay writes over the logits of the one before."""
+"""Graphs where no GPU is: what the runner does around replays that write over one another's results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.engine.checkpoints import QWEN3
 
 class OneBuffer:
     """Replays as DecodeGraphs does: eager steps whose logits land in one and the same tensor."""
+
+    largest = 1
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -35,3 +37,14 @@ def test_forced_logits_are_those_of_their_own_step() -> None:
         expected = llm.forced_logits([1, 2, 3], [4, 5, 6, 7])
         llm.runner.graphs = OneBuffer(llm.runner)
         torch.testing.assert_close(llm.forced_logits([1, 2, 3], [4, 5, 6, 7]), expected)
+
+
+def test_the_measurement_of_memory_stays_within_the_block_table() -> None:
+    """One sequence, whose prompt leaves room for one token: replays for two plans once ran past its last block."""
+    sizes = {"max_num_seqs": 1, "max_model_len": 64, "block_size": 16, "num_kv_blocks": 4}
+    with LLM(QWEN3, load_format="dummy", dtype="float32", device="cpu", **sizes) as llm:
+        runner = llm.runner
+        runner.launch(runner._largest_step()).result()
+        assert runner.state.num_computed[0] == 63
+        runner.graphs = OneBuffer(runner)
+        runner._replay_largest()
