@@ -68,9 +68,14 @@ def test_the_guide_works_as_printed(tmp_path: Path, number: int) -> None:
 
 def drawn(df: pd.DataFrame, variant: str) -> list[list[tuple[float, float]]]:
     """The points of a variant's lines in the latency plot: those in its colour."""
+    from matplotlib import pyplot as plt
+
     from experiments.plots import COLOURS
 
-    figure = suites.get("decode_kernel").figures(df)["kernel_latency"]
+    figures = suites.get("decode_kernel").figures(df)
+    for figure in figures.values():
+        plt.close(figure)
+    figure = figures["kernel_latency"]
     colour = COLOURS[list(dict.fromkeys(df["variant"])).index(variant)]
     lines = [
         container.lines[0]

@@ -93,7 +93,7 @@ def test_a_saved_figure_is_sharp_enough_for_print(tmp_path: Any) -> None:
     figure, _ = plt.subplots(figsize=(5, 2))
     save(figure, tmp_path / "f.png")
     assert plt.imread(tmp_path / "f.png").shape[1] > 5 * 150 * 0.9
-    assert plt.get_fignums() == []
+    assert not plt.fignum_exists(figure.number)
 
 
 def test_a_caption_says_what_was_measured_on_what_and_with_what() -> None:
