@@ -27,7 +27,7 @@ SHAPES = {
 def check(
     directory: Path, prompts: list[list[int]], num_new: int, *, agree: bool = True, **options: object
 ) -> None:
-    """Our error against fp32 is no larger than Transformers' by much; agree: and all ways give the same, but for ties."""
+    """Our error against fp32 is not much larger than Transformers'; agree: and all ways give the same, but for ties."""
     agreements = compare_three_ways(directory, prompts, num_new=num_new, **options)
     for agreement in agreements:
         print(agreement)
