@@ -17,7 +17,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +31,9 @@ from experiments.arguments import CONF
 
 _MANY = "+suite=high_concurrency bench.rounds=2 bench.num_seqs=[{}] bench.input_len={} bench.output_len={}"
 _LONG = "+suite=max_output bench.num_seqs={} bench.input_len={} bench.output_len={}"
+
+# Files of a checkpoint that are written at a time: one alone does not keep a disk busy.
+WRITERS = 4
 
 SUITES = {
     # The mission's four, on all ranks.
@@ -155,23 +160,29 @@ def write_dummy_checkpoint(setup: Setup, directory: Path, file_bytes: int = 4 <<
     pending: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
     total = held = 0
+    writing: deque[Future[None]] = deque()
 
-    def flush() -> None:
+    def flush(writers: ThreadPoolExecutor) -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        save_file(pending, directory / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(pending, name))
+        if len(writing) == WRITERS:  # no more files in memory than are being written
+            writing.popleft().result()
+        writing.append(writers.submit(save_file, dict(pending), directory / name, metadata={"format": "pt"}))
         pending.clear()
 
-    for shard in shape_only.weight_shards():
-        target = torch.empty(shard.full_shape, dtype=config.dtype, device=device)
-        draw_weights([WeightShard(shard.name, shard.full_shape, target)], seed=0)
-        pending[shard.name] = target.cpu()
-        held += target.nbytes
-        total += target.nbytes
-        if held >= file_bytes:
-            flush()
-            held = 0
-    flush()
+    with ThreadPoolExecutor(WRITERS) as writers:
+        for shard in shape_only.weight_shards():
+            target = torch.empty(shard.full_shape, dtype=config.dtype, device=device)
+            draw_weights([WeightShard(shard.name, shard.full_shape, target)], seed=0)
+            pending[shard.name] = target.cpu()
+            held += target.nbytes
+            total += target.nbytes
+            if held >= file_bytes:
+                flush(writers)
+                held = 0
+        flush(writers)
+        for future in writing:
+            future.result()
     (directory / "config.json").write_text(json.dumps(setup.config))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -229,6 +240,7 @@ def _itemsize(setup: Setup) -> int:
 
 def agreement(setup: Setup) -> dict[str, Any]:
     """Graphs against eager on all ranks, and all ranks against one, on the tokens that the graphs chose."""
+    from engine.config import EngineConfig
     from engine.models.config import DTYPES
     from experiments.agreement import TOLERANCES, compare_forced, matching_prefix
 
@@ -238,6 +250,7 @@ def agreement(setup: Setup) -> dict[str, Any]:
             given = tokens or chosen
             return chosen, [llm.forced_logits(p, t).cpu() for p, t in zip(setup.prompts(), given)]
 
+    device = EngineConfig(device=setup.device).resolve_device()
     tokens, logits = answers(None)
     tolerance = TOLERANCES[DTYPES[setup.config["dtype"]]]
     result: dict[str, Any] = {"dtype": setup.config["dtype"], "tolerance": asdict(tolerance)}
@@ -247,7 +260,10 @@ def agreement(setup: Setup) -> dict[str, Any]:
     }
     for name, options in others.items():
         chosen, their_logits = answers(tokens, **options)
-        compared = [compare_forced(a, b, t, tolerance) for a, b, t in zip(their_logits, logits, tokens)]
+        compared = [
+            compare_forced(a.to(device), b.to(device), t, tolerance)  # minutes on one thread of a CPU
+            for a, b, t in zip(their_logits, logits, tokens)
+        ]
         result[name] = {
             "agrees": all(each.agrees for each in compared),
             "matching_prefixes": [matching_prefix(a, b) for a, b in zip(chosen, tokens)],
