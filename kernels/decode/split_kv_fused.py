@@ -16,8 +16,8 @@ from kernels.triton_support import INTERPRETING, tl, triton
 
 # Marks a counter as such in memory that needs no initial value: see _attend_and_merge.
 NONCE = 0x2B7E151628AE
-COUNT_BITS = 16
-MAX_SPLITS = (1 << COUNT_BITS) // 2 - 1  # each may count twice
+NONCE_BITS = 48
+MAX_SPLITS = (1 << (64 - NONCE_BITS)) // 2 - 1  # each may count twice
 
 
 @triton.jit(
@@ -62,7 +62,7 @@ def _attend_and_merge(
     HEAD_CHUNK: tl.constexpr,
     COOPERATIVE: tl.constexpr,
     NONCE: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
+    NONCE_BITS: tl.constexpr,
 ):
     """One program a (KV head and tile of its query heads, split, row), as in split_kv.
 
@@ -70,11 +70,14 @@ def _attend_and_merge(
     KV head (release); the last to do so sees all the others' (acquire) and merges them, all heads and a chunk of
     splits at a time. COOPERATIVE: all of them wait for the last, and share the heads among them.
 
-    A counter is NONCE in the upper bits and the count in the lower ones. A program that finds anything else there puts
+    A counter is NONCE in the lower bits and the count in the upper ones. A program that finds anything else there puts
     the count 0 in its place, if no other has done so in between, and whoever is last sets it back: so the scratch
-    needs no initial value, and a captured launch can be replayed.
+    needs no initial value, and a captured launch can be replayed. Tensors that have the memory in between begin where
+    the scratch does: one that ends within a counter has spoilt its lower bytes, so the NONCE, before the count.
     """
-    COUNT_MASK: tl.constexpr = (1 << COUNT_BITS) - 1
+    NONCE_MASK: tl.constexpr = (1 << NONCE_BITS) - 1
+    COUNT_MASK: tl.constexpr = (1 << (64 - NONCE_BITS)) - 1
+    ONE: tl.constexpr = 1 << NONCE_BITS
     kv_head = tl.program_id(0) // HEAD_TILES
     head_in_group = (tl.program_id(0) % HEAD_TILES) * HEADS
     split = tl.program_id(1)
@@ -92,8 +95,8 @@ def _attend_and_merge(
     out_row_ptr = out_ptr + row * stride_out_row
     # The first split also serves a row without context: it writes zeros.
     if split < tl.maximum(active, 1):
-        if (active > 1) & ((counter >> COUNT_BITS) != NONCE):
-            tl.atomic_cas(counter_ptr, counter, tl.full([], NONCE << COUNT_BITS, tl.int64))
+        if (active > 1) & ((counter & NONCE_MASK) != NONCE):
+            tl.atomic_cas(counter_ptr, counter, tl.full([], NONCE, tl.int64))
         q = load_queries(
             q_ptr + row * stride_q_row, stride_q_head, first_head, num_heads, HEADS, HEAD_DIM, DIM, DOT_DTYPE
         )
@@ -132,14 +135,17 @@ def _attend_and_merge(
             tl.store(lse_ptr + slots, lse, mask=heads < num_heads)
             # Every thread's stores before the one thread's release.
             tl.debug_barrier()
-            arrived = (tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") & COUNT_MASK) + 1
+            one = tl.full([], ONE, tl.int64)
+            arrived = tl.atomic_add(counter_ptr, one, sem="acq_rel", scope="gpu")
+            arrived = ((arrived >> NONCE_BITS) & COUNT_MASK) + 1
             if COOPERATIVE:
                 while arrived < active:
-                    arrived = tl.load(counter_ptr, volatile=True) & COUNT_MASK
+                    arrived = (tl.load(counter_ptr, volatile=True) >> NONCE_BITS) & COUNT_MASK
                 # Acquires what the others released; the last to leave finds that all have counted twice.
-                left = (tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") & COUNT_MASK) + 1
+                left = tl.atomic_add(counter_ptr, one, sem="acq_rel", scope="gpu")
+                left = ((left >> NONCE_BITS) & COUNT_MASK) + 1
                 if left == 2 * active:
-                    tl.store(counter_ptr, tl.full([], NONCE << COUNT_BITS, tl.int64))
+                    tl.store(counter_ptr, tl.full([], NONCE, tl.int64))
                 for head in range(split, num_heads, active):
                     slot = first_slot + head * num_splits
                     merged_head = merge_head(
@@ -151,7 +157,7 @@ def _attend_and_merge(
                         mask=dims < HEAD_DIM,
                     )
             elif arrived == active:
-                tl.store(counter_ptr, tl.full([], NONCE << COUNT_BITS, tl.int64))
+                tl.store(counter_ptr, tl.full([], NONCE, tl.int64))
                 merged = merge_heads(
                     partial_ptr + first_slot * HEAD_DIM,
                     lse_ptr + first_slot,
@@ -243,7 +249,7 @@ class SplitKVFusedDecode(TritonDecodeKernel):
             HEAD_CHUNK=chunk_for(num_splits),
             COOPERATIVE=cooperative,
             NONCE=NONCE,
-            COUNT_BITS=COUNT_BITS,
+            NONCE_BITS=NONCE_BITS,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             **({"launch_cooperative_grid": True} if cooperative else {}),

@@ -13,7 +13,7 @@ from kernels.decode.launch import group_constexprs
 from kernels.decode.planner import SHARED_PER_SM, SHARED_RESERVED, TileShape, head_rows, padded_dim
 from kernels.decode.shared_prefix import query_rows
 from kernels.decode.split_kv import shape_of as split_kv_shape
-from kernels.decode.split_kv_fused import COUNT_BITS, NONCE, merge_constexprs
+from kernels.decode.split_kv_fused import NONCE, NONCE_BITS, merge_constexprs
 from kernels.decode.split_kv_tma import chunk_constexprs
 from kernels.decode.split_kv_tma import shape_of as tma_shape
 from kernels.decode.stream_k import CHUNK
@@ -92,7 +92,7 @@ def split_kv_fused(label: str, p: DecodeProblem, cooperative: bool = False) -> L
         HEAD_CHUNK=32,
         COOPERATIVE=cooperative,
         NONCE=NONCE,
-        COUNT_BITS=COUNT_BITS,
+        NONCE_BITS=NONCE_BITS,
     )
 
 

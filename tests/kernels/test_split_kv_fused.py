@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import decode
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.split_kv_fused import COUNT_BITS, NONCE
+from kernels.decode.split_kv_fused import NONCE, NONCE_BITS
 from kernels.triton_support import INTERPRETING
 from tests.kernels.decode_cases import Case, expected, make_case, worst_error
 
@@ -38,8 +38,8 @@ def test_counters_come_back_to_zero(device: torch.device) -> None:
     workspace = scratch(device).fill_(float("nan"))
     run(make_case([320, 65, 0], device=device), workspace)
     counters = workspace[:12].view(torch.int64)  # 3 rows x 2 KV heads
-    assert counters[:4].tolist() == [NONCE << COUNT_BITS] * 4
-    assert NONCE << COUNT_BITS < 2**63
+    assert counters[:4].tolist() == [NONCE] * 4
+    assert 0 < NONCE < 1 << NONCE_BITS
     # The row without context published nothing and touched no counter.
     assert workspace[8:12].isnan().all()
 
@@ -49,6 +49,19 @@ def test_workspace_passed_from_batch_to_batch(device: torch.device) -> None:
     workspace = scratch(device).fill_(float("nan"))
     for lengths in ([300], [90, 300, 200, 10, 170], [300, 300]):
         run(make_case(lengths, device=device), workspace)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 7, 9, 18])
+def test_a_small_tensor_had_the_scratch_in_between(num_bytes: int, device: torch.device) -> None:
+    """It begins where the counters do and may end within one: that one must not pass for a count."""
+    workspace = scratch(device).fill_(float("nan"))
+    case = make_case([320, 65, 300], device=device)
+    run(case, workspace)
+    counters = workspace[:12].view(torch.int64).clone()
+    workspace.view(torch.uint8)[:num_bytes] = 1
+    workspace[12:] = float("nan")
+    run(case, workspace)
+    assert workspace[:12].view(torch.int64).equal(counters)
 
 
 def test_agrees_with_two_launches(device: torch.device) -> None:
