@@ -188,6 +188,7 @@ class ModelRunner:
         self.allocate_kv_cache(1 + max(max(new.block_ids) for new in step.new_blocks))
         held_by_cache = self.kv_cache.nbytes
         self.launch(step).result()
+        torch.cuda.empty_cache()  # as a capture does: what the step has left would be taken off what graphs hold
         held_before = torch.cuda.memory_reserved(self.device)
         self._replay_largest()
         torch.cuda.synchronize(self.device)
