@@ -22,6 +22,8 @@ class SamplingKind:
     any_drawn: bool = False
     any_top_k: bool = False
     any_top_p: bool = False
+    any_logits: bool = False
+    """Some row's logits are read after its token is chosen: for log-probabilities."""
     num_candidates: int = 0
     """With several ranks: so many of the likeliest ids of each decide every row. 0: some row needs all logits."""
 
@@ -90,6 +92,7 @@ class BatchState:
             any_drawn=bool(drawn),
             any_top_k=any(0 < setting.top_k < self.vocab_size for setting in drawn),
             any_top_p=any(setting.top_p < 1 for setting in drawn),
+            any_logits=any(setting.num_logprobs is not None for setting in settings),
             num_candidates=self._num_candidates(settings) if self.num_ranks > 1 else 0,
         )
 

@@ -33,7 +33,7 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     slots: torch.Tensor
     token_ids: torch.Tensor
-    logits: torch.Tensor
+    logits: torch.Tensor | None
 
 
 class DecodeGraphs:
@@ -43,7 +43,8 @@ class DecodeGraphs:
     its sampling kind and its plan of attention first occur: after a run of the same work outside the graph, which
     compiles and loads every kernel, on padding rows only. A plan follows the bucket of the contexts' lengths, and
     buckets that lead to the same calls share a graph; of more than MOST_PLANS, the one least recently used is dropped.
-    All graphs share one memory pool, since one runs at a time.
+    All graphs share one memory pool, since one runs at a time, and one buffer for logits: what a graph kept of its own
+    would be lost to the others, and there are graphs of every size, kind and plan.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class DecodeGraphs:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Step, OrderedDict[Hashable, _Graph]] = {}
+        self._logits: torch.Tensor | None = None
         self._loaded: tuple[_Graph, tuple[int, ...]] | None = None
         self.num_captures = 0
 
@@ -71,10 +73,10 @@ class DecodeGraphs:
 
     def replay(
         self, slots: tuple[int, ...], kind: SamplingKind, contexts: ContextBucket
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(token_ids [rows], logits [rows, vocab_size]) of one decode step; both are overwritten by the next replay.
 
-        contexts: no slot's context is longer than its max_context_len.
+        The logits are None unless kind.any_logits. contexts: no slot's context is longer than its max_context_len.
         """
         size = next(size for size in self._sizes if size >= len(slots))
         captured = self._find_or_capture(size, kind, self._planner.plan(size, contexts))
@@ -84,7 +86,8 @@ class DecodeGraphs:
             captured.slots.copy_(host, non_blocking=True)
             self._loaded = (captured, slots)
         captured.graph.replay()
-        return captured.token_ids[: len(slots)], captured.logits[: len(slots)]
+        logits = captured.logits
+        return captured.token_ids[: len(slots)], None if logits is None else logits[: len(slots)]
 
     def _find_or_capture(self, size: int, kind: SamplingKind, plan: DecodePlan) -> _Graph:
         graphs = self._graphs.setdefault((size, kind), OrderedDict())
@@ -102,14 +105,24 @@ class DecodeGraphs:
         side = _capture_stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            self._run(slots, kind, plan)
+            _, logits = self._run(slots, kind, plan)
         current.wait_stream(side)
         torch.cuda.synchronize(self._device)
+        kept = self._logits_buffer(logits)[:size] if kind.any_logits else None
+        del logits
         graph = torch.cuda.CUDAGraph()
         # thread_local: a rank's other thread, and NCCL's, may wait for events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             token_ids, logits = self._run(slots, kind, plan)
-        return _Graph(graph, slots, token_ids, logits)
+            if kept is not None:
+                kept.copy_(logits)
+        return _Graph(graph, slots, token_ids, kept)
+
+    def _logits_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """[largest, vocab_size], for the logits of all graphs whose logits are read."""
+        if self._logits is None:
+            self._logits = like.new_empty((self.largest, like.shape[1]))
+        return self._logits
 
 
 @functools.cache

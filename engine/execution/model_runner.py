@@ -213,7 +213,7 @@ class ModelRunner:
             self.graphs.replay(slots, self.state.sampling_kind(slots), contexts)
 
     def _largest_step(self) -> StepInput:
-        """Prompts that fill the token budget, every one of them sampled with top-k and top-p."""
+        """Prompts that fill the token budget, every one sampled with top-k and top-p, its log-probability asked for."""
         budget, length = self.config.max_num_batched_tokens, self.max_model_len - 1
         num_seqs = min(self.config.max_num_seqs, budget)
         settings, new_blocks, chunks, next_block = [], [], [], 0
@@ -221,7 +221,7 @@ class ModelRunner:
             num_tokens = min(length, budget // num_seqs + (slot < budget % num_seqs))
             num_blocks = -(-num_tokens // self.shape.block_size)
             # The top-k of which ranks cannot decide from a few candidates: they gather all logits.
-            settings.append(SlotSetting(slot, 1.0, MAX_CANDIDATES + 1, 0.9, 0, None))
+            settings.append(SlotSetting(slot, 1.0, MAX_CANDIDATES + 1, 0.9, 0, 1))
             new_blocks.append(NewBlocks(slot, 0, tuple(range(next_block, next_block + num_blocks))))
             chunks.append(Chunk(slot, 0, (0,) * num_tokens, True))
             next_block += num_blocks
@@ -253,6 +253,7 @@ class ModelRunner:
         kind = self.state.sampling_kind(sampled)
         if self.graphs is not None and not step.chunks and len(sampled) <= self.graphs.largest:
             contexts = self._contexts(step.max_decode_context, step.mean_decode_context)
+            logits: torch.Tensor | None
             token_ids, logits = self.graphs.replay(step.decode_slots, kind, contexts)
         else:
             token_ids, logits = self._run_eagerly(step, sampled, kind)
@@ -353,7 +354,9 @@ class ModelRunner:
             self.state.newest[0] = token_ids[position]
             context = position + 1
             if self.graphs is not None and not eager:
-                logits = self.graphs.replay((0,), SamplingKind(), self._contexts(context, context))[1]
+                kind = SamplingKind(any_logits=True)
+                logits = self.graphs.replay((0,), kind, self._contexts(context, context))[1]
+                assert logits is not None
             else:
                 step = StepInput((), (), (0,), context, context, ())
                 logits = self._run_eagerly(step, (0,), SamplingKind())[1]

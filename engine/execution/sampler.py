@@ -47,18 +47,21 @@ class _Logprobs:
 class PendingTokens:
     """Tokens on their way to the host. result() waits for this step alone, not for what was launched since.
 
-    span: of the step on the device, which ends when the tokens have left it; None on a CPU. device_times: once result()
-    has returned, what the span has measured.
+    logits: of the rows, where num_logprobs (row, how many) names any. span: of the step on the device, which ends when
+    the tokens have left it; None on a CPU. device_times: once result() has returned, what the span has measured.
     """
 
     def __init__(
         self,
         token_ids: torch.Tensor,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         num_logprobs: list[tuple[int, int]],
         span: DeviceSpan | None = None,
     ) -> None:
-        self._logprobs = _gather_logprobs(logits, token_ids, num_logprobs) if num_logprobs else None
+        self._logprobs = None
+        if num_logprobs:
+            assert logits is not None
+            self._logprobs = _gather_logprobs(logits, token_ids, num_logprobs)
         self._token_ids = _to_host(token_ids)
         self._span = span
         if span is not None:

@@ -11,6 +11,7 @@ from engine import LLM
 from tests.engine.checkpoints import QWEN3
 
 TOTAL, CONTEXT, WEIGHTS, STEP, GRAPHS = 100_000_000, 1_000_000, 5_000_000, 9_000_000, 2_000_000
+OPTIONS = {"num_kv_blocks": 8, "max_model_len": 64, "max_num_seqs": 2}
 
 
 class Allocator:
@@ -49,8 +50,7 @@ class Allocator:
 def test_the_budget_is_what_weights_the_largest_step_and_graphs_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {"num_kv_blocks": 8, "max_model_len": 64, "max_num_seqs": 2}
-    with LLM(QWEN3, load_format="dummy", dtype="float32", device="cpu", **options) as llm:
+    with LLM(QWEN3, load_format="dummy", dtype="float32", device="cpu", **OPTIONS) as llm:
         runner = llm.runner
         memory = Allocator(runner)
         runner.launch = memory.run_step
@@ -67,3 +67,11 @@ def test_the_budget_is_what_weights_the_largest_step_and_graphs_leave(
             monkeypatch.setattr(torch.cuda, name, fake)
         expected = int(0.9 * TOTAL) - CONTEXT - WEIGHTS - STEP - GRAPHS
         assert runner._free_bytes_at_peak() == expected
+
+
+def test_the_largest_step_takes_log_probabilities_too() -> None:
+    """Their fp32 copies of the logits are the peak of a small model with a large vocabulary."""
+    with LLM(QWEN3, load_format="dummy", dtype="float32", device="cpu", **OPTIONS) as llm:
+        tokens = llm.runner.launch(llm.runner._largest_step()).result()
+        assert len(tokens) == 2
+        assert all(token.logprobs for token in tokens)
