@@ -28,6 +28,7 @@ from engine.execution.upload import upload
 from engine.models.checkpoint import ModelSource
 from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
+from kernels.decode.planner import device_name, device_sm_count
 
 
 class ModelRunner:
@@ -56,6 +57,7 @@ class ModelRunner:
             device=device,
         )
         self._check_kernels()
+        self._check_ranks()
         self._planner = DecodePlanner(self.kernels.decode, self.shape.decode_problem)
         started = time.perf_counter()
         # No position beyond max_model_len is ever run, so the table of rotary angles ends there.
@@ -241,6 +243,17 @@ class ModelRunner:
             if reason is not None:
                 name = getattr(self.kernels, field.removesuffix("_attention")).name
                 raise ValueError(f"{field} {name!r} cannot run this model: {reason}")
+
+    def _check_ranks(self) -> None:
+        """Refuse different GPUs, for which a step would be planned, and captured, on one rank and not on another."""
+        if self.group.size == 1 or not self.uses_cuda_graphs:
+            return
+        gpu = f"{device_name(self.device)} of {device_sm_count(self.device)} multiprocessors"
+        if not self.group.agrees(gpu, self.device):
+            raise ValueError(
+                f"tensor_parallel_size {self.group.size} with CUDA graphs needs GPUs of one kind, and rank "
+                f"{self.group.rank} has an {gpu}; enforce_eager=True runs on different ones"
+            )
 
     # --- steps ----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +83,11 @@ class ParallelGroup:
         tensor = torch.tensor([value], dtype=torch.int64, device=device)
         self._call(dist.all_reduce, tensor, op=dist.ReduceOp.MIN)
         return int(tensor.item())
+
+    def agrees(self, text: str, device: torch.device) -> bool:
+        """Whether all ranks ask with the same text. device: where this rank communicates."""
+        number = zlib.crc32(text.encode())
+        return self.smallest(number, device) == -self.smallest(-number, device)
 
     def _peers(self) -> dist.ProcessGroup:
         if self.process_group is None:

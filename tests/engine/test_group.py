@@ -62,6 +62,7 @@ def collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:
         "rows": group.all_gather(mine, dim=0),
         "columns": group.all_gather(mine, dim=-1),
         "of a transpose": group.all_gather(mine.T, dim=0),
+        "agree": torch.tensor([group.agrees("one", mine.device), group.agrees(f"{group.rank}", mine.device)]),
     }
 
 
@@ -71,6 +72,7 @@ def test_collectives_over_gloo(tmp_path: Path) -> None:
     b = a + 10
     assert torch.equal(first["sum"], a + b)
     assert torch.equal(first["rows"], torch.cat([a, b]))
+    assert first["agree"].tolist() == [True, False]
     assert torch.equal(first["columns"], torch.cat([a, b], dim=1))
     assert torch.equal(first["of a transpose"], torch.cat([a.T, b.T]))
     for name, tensor in first.items():
