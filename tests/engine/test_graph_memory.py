@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from engine.execution import cuda_graphs
 from engine.execution.batch_state import BatchState, SamplingKind
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.decode_plan import ContextBucket, DecodePlanner
 from engine.scheduling.step import SlotSetting, StepInput
 from kernels import decode
+from tests.engine.cuda_on_cpu import replace_cuda
 from tests.engine.test_decode_plan import SHAPE
 
 VOCAB, LARGEST = 50, 8
@@ -23,20 +20,7 @@ SHORT = ContextBucket(256, 256)
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     """Graphs whose replays do nothing: their results are those of the capture, row r's logits r + its batch's size."""
-    nothing = contextlib.nullcontext()
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, fake in {
-        "graph_pool_handle": lambda: None,
-        "current_stream": lambda device: stream,
-        "Stream": lambda device: stream,
-        "stream": lambda side: nothing,
-        "synchronize": lambda device: None,
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-        "graph": lambda graph, **options: nothing,
-    }.items():
-        monkeypatch.setattr(cuda_graphs.torch.cuda, name, fake)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: stream)
+    replace_cuda(monkeypatch)
 
     def run(slots, kind, plan):
         logits = (torch.arange(len(slots)) + len(slots))[:, None].expand(-1, VOCAB).half()
