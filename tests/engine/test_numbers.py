@@ -10,7 +10,6 @@ import torch
 from engine import LLM, SamplingParams
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.rope import RopeConfig
-from kernels import decode
 from kernels.rope import apply_rope
 from tests.engine.checkpoints import LLAMA, QWEN3, edit_config, reference_model, write_random_checkpoint
 from tests.engine.greedy_reference import reference_ids
@@ -20,22 +19,6 @@ LAST = 40_959
 
 
 # --- long contexts ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["torch", "reference"])
-@pytest.mark.parametrize("context_len", [40_960, 131_072])
-def test_decode_attention_over_128k_tokens_is_exact_to_fp32(name, context_len):
-    block_size, head_dim = 256, 64
-    generator = torch.Generator().manual_seed(context_len)
-    num_blocks = context_len // block_size
-    q = torch.randn(1, 2, head_dim, generator=generator) * 3
-    k, v = (torch.randn(num_blocks, block_size, 1, head_dim, generator=generator) for _ in range(2))
-    table = torch.randperm(num_blocks, generator=generator)[None].int()
-    out = decode.get(name)(q, k, v, table, torch.tensor([context_len], dtype=torch.int32))
-    keys, values = (cache[table[0].long()].reshape(context_len, head_dim).double() for cache in (k, v))
-    scores = keys @ q[0].double().T / math.sqrt(head_dim)
-    exact = scores.softmax(0).T @ values
-    assert (out[0] - exact).abs().max() / exact.abs().max() < 1e-5
 
 
 def test_logits_after_a_long_prompt_equal_those_of_fp64(tmp_path):
@@ -65,25 +48,69 @@ def test_the_rotary_table_ends_where_sequences_do(tmp_path):
     assert output.token_ids == reference_ids(reference_model(directory), prompt, 4)
 
 
+ROPES = [
+    RopeConfig("default", 1e6),
+    RopeConfig("linear", 1e4, factor=8.0),
+    RopeConfig(  # Llama 3.1
+        "llama3",
+        5e5,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+    RopeConfig("yarn", 1e6, factor=4.0, original_max_position_embeddings=32_768),  # Qwen3, stretched
+]
+
+
+def exact_frequency(rope: RopeConfig, pair: int, head_dim: int) -> float:
+    """Radians a position of one pair of dimensions, in fp64, as the papers have it."""
+    frequency = rope.rope_theta ** (-2 * pair / head_dim)
+    if rope.rope_type == "default":
+        return frequency
+    slowed, context = frequency / rope.factor, rope.original_max_position_embeddings
+    if rope.rope_type == "linear":
+        return slowed
+    if rope.rope_type == "llama3":
+        turns = context * frequency / (2 * math.pi)
+        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    else:
+        first, last = (
+            head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+            for turns in (32, 1)
+        )
+        kept = 1 - (pair - math.floor(first)) / (math.ceil(last) - math.floor(first))
+    kept = min(max(kept, 0.0), 1.0)
+    return slowed * (1 - kept) + frequency * kept
+
+
 @pytest.mark.parametrize("use_triton", [False, True])
-def test_rope_at_the_last_position(use_triton):
-    """Angles are products in fp32, as Transformers takes them: 41k radians carry at most 5e-3 of rounding."""
-    inv_freq = RopeConfig("default", 1e6).inverse_frequencies(128)
-    table = RotaryEmbedding(
-        inv_freq, LAST + 1, scale=1.0, use_triton=use_triton, device=torch.device("cpu")
-    ).cos_sin
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
+def test_rope_at_the_last_position(rope, use_triton):
+    """Against fp64. An angle in radians carries at most 6 roundings to fp32, of frequency and product, as Transformers'
+    does; so a slow pair, which tells far tokens apart, is right to fp32, and the fastest to 6 * 131,071 * 2^-24 = 0.05.
+    """
+    head_dim, positions = 128, torch.tensor([LAST, 0, 12_345, 131_071])
+    inv_freq, cpu = rope.inverse_frequencies(head_dim), torch.device("cpu")
+    rotary = RotaryEmbedding(inv_freq, 131_072, scale=rope.cos_sin_scale, use_triton=use_triton, device=cpu)
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(3, heads, 128, generator=generator) for heads in (4, 2))
-    positions = torch.tensor([LAST, 0, 12_345])
+    q, k = (torch.randn(4, heads, head_dim, generator=generator) for heads in (4, 2))
     before = q.clone(), k.clone()
-    apply_rope(q, k, positions, table, use_triton=use_triton)
-    exact_angles = positions.double()[:, None] * 1e6 ** -(torch.arange(0, 128, 2).double() / 128)
-    for angles, tolerance in ((exact_angles, 5e-3), ((positions[:, None] * inv_freq).double(), 1e-6)):
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    apply_rope(q, k, positions, rotary.cos_sin, use_triton=use_triton)
+    frequencies = [exact_frequency(rope, pair, head_dim) for pair in range(head_dim // 2)]
+    scale = 0.1 * math.log(4) + 1 if rope.rope_type == "yarn" else 1.0
+    exact_angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    fp32_angles = (positions[:, None] * inv_freq).double()
+    for angles, roundings in ((exact_angles, 6), (fp32_angles, 0)):
+        cos, sin = scale * angles.cos()[:, None], scale * angles.sin()[:, None]
+        bound = (roundings * angles + 16)[:, None] * 2.0**-24
         for x, rotated in zip(before, (q, k)):
             first, second = x.double().chunk(2, -1)
-            exact = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-            assert (rotated - exact).abs().max() / exact.abs().max() < tolerance
+            exact = first * cos - second * sin, second * cos + first * sin
+            error = torch.hypot(
+                *(ours - theirs for ours, theirs in zip(rotated.double().chunk(2, -1), exact))
+            )
+            assert (error / (scale * torch.hypot(first, second)) < bound).all()
 
 
 # --- logits that are not finite -----------------------------------------------------------------------------
