@@ -36,16 +36,16 @@ def run_soak(
 ) -> Soak:
     """Load `llm` with num_live requests for `seconds`, then let it run empty.
 
-    memory: bytes held now. clock: of tokens_per_s; by default what others do on this machine does not count.
+    memory: bytes held now. clock: of seconds and tokens_per_s; by default what others do on the machine does not count.
     """
     rng, engine, soak = random.Random(seed), llm.engine, Soak()
     vocab_size, room = engine.vocab_size, engine.max_model_len
     shared = [[rng.randrange(vocab_size) for _ in range(room)] for _ in range(5)]
     live: list[str] = []
-    start = time.monotonic()
+    start = clock()
     for window in range(windows):
         window_start, before = clock(), engine.totals.num_output_tokens
-        while time.monotonic() < start + (window + 1) * seconds / windows:
+        while clock() < start + (window + 1) * seconds / windows:
             while len(live) < num_live:
                 live.append(engine.add_request(*_request(rng, shared, room)))
                 soak.num_requests += 1
