@@ -215,6 +215,23 @@ def test_colliding_hashes_never_share_foreign_blocks(hash_function):
         assert admit_compute_free(blocks, make_request(9, first=first)) == 8
 
 
+@pytest.mark.parametrize("published", [0, 20])
+def test_of_two_colliding_blocks_only_the_equal_one_is_found(published):
+    blocks = BlockManager(4, 4, hash_function=lambda data: 0)
+    admit_compute_free(blocks, make_request(5, first=published))
+    assert len(blocks.find_prefix(make_request(5, first=20 - published))) == 0
+    assert len(blocks.find_prefix(make_request(5, first=published))) == 1
+
+
+def test_a_colliding_block_is_still_found_when_the_other_was_reused():
+    blocks = BlockManager(3, 4, hash_function=lambda data: 0)
+    for first in (0, 20):
+        admit_compute_free(blocks, make_request(4, first=first))
+    admit(blocks, make_request(8, first=40))  # takes the block without an entry, then the older of the two
+    assert len(blocks.find_prefix(make_request(5, first=0))) == 0
+    assert len(blocks.find_prefix(make_request(5, first=20))) == 1
+
+
 def test_equal_tokens_under_another_parent_are_another_block():
     blocks = BlockManager(16, 4, hash_function=lambda data: 7)
     one = Request("one", (1, 1, 1, 1, 9, 9, 9, 9, 0), GREEDY, 0, 11, frozenset(), 0)

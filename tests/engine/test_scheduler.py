@@ -57,12 +57,46 @@ def test_s6_a_prompt_over_the_budget_is_refused_without_chunking():
 
 
 def test_a_resumed_sequence_may_outgrow_the_budget_without_chunking():
-    core = make_engine(num_kv_blocks=6, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    """The prefix cache is off, or it would leave less to run than the budget."""
+    options = {"num_kv_blocks": 6, "block_size": 4, "max_num_batched_tokens": 8}
+    core = make_engine(enable_chunked_prefill=False, enable_prefix_caching=False, **options)
     ids = [core.add_request([i] * 7, greedy(12)) for i in range(3)]
     outputs = run(core, max_steps=200)
     assert any(outputs[request_id].num_preemptions for request_id in ids)
+    assert any(chunk.start for step in core.executor.steps for chunk in step.chunks)
     for i, request_id in enumerate(ids):
         assert outputs[request_id].token_ids == alone([i] * 7, greedy(12), block_size=4).token_ids
+
+
+@pytest.mark.parametrize("num_prompt", [6, 8])
+def test_without_chunking_a_prompt_waits_until_the_budget_holds_it_whole(num_prompt):
+    core = make_engine(block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    core.add_request([1] * 3, greedy(2))
+    core.add_request([2] * num_prompt, greedy(1))
+    run(core)
+    chunks = [[len(chunk.token_ids) for chunk in step.chunks] for step in core.executor.steps]
+    assert [lengths for lengths in chunks if lengths] == [[3], [num_prompt]]
+
+
+def test_without_chunking_a_prompt_counts_without_what_is_cached():
+    options = {"max_num_batched_tokens": 16, "enable_chunked_prefill": False}
+    core = make_engine(block_size=4, **options)
+    core.add_request(list(range(16)), greedy(1))
+    run(core)
+    core.add_request([40] * 12, greedy(1))
+    core.add_request(list(range(16)), greedy(1))  # 12 tokens are cached, so 4 are left
+    core.step()
+    chunks = core.executor.steps[-1].chunks
+    assert [(chunk.start, len(chunk.token_ids)) for chunk in chunks] == [(0, 12), (12, 4)]
+
+
+def test_who_never_ran_has_no_cached_tokens():
+    core = make_engine(max_num_seqs=1)
+    core.add_request([1, 2, 3], greedy(9), "running")
+    core.add_request([1, 2, 3], greedy(9), "waiting")
+    core.step()
+    core.abort("waiting")
+    assert run(core)["waiting"].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
@@ -156,6 +190,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
         core.step()
         if core.last_step.num_preempted:
             assert core.last_step.num_prefill_tokens == 0
+            assert [request.slot for request in core.scheduler.waiting] == [-1, -1]
 
 
 def test_cached_tokens_are_those_of_the_first_admission():

@@ -1,0 +1,29 @@
+"""What the host makes of sampled tokens and their log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.execution.sampler import PendingTokens
+
+
+def test_token_0_is_a_token_and_only_a_marked_row_has_none():
+    pending = PendingTokens(torch.tensor([0, -1, 3]), torch.zeros(3, 5), [])
+    assert [token.token_id for token in pending.result()] == [0, None, 3]
+    assert all(token.logprobs is None for token in pending.result())
+
+
+def test_each_row_has_its_likeliest_and_its_chosen_token():
+    """Row 0 chose the last of five and wants two, row 2 wants one and has it, row 3 is not finite, row 1 wants none."""
+    logits = torch.tensor([[1.0, 4.0, 3.0, 2.0, 5.0], [0.0] * 5, [9.0, 0.0, 0.0, 0.0, 0.0], [math.nan] * 5])
+    pending = PendingTokens(torch.tensor([0, 4, 0, -1]), logits, [(0, 2), (2, 1), (3, 1)])
+    first, unasked, third, spoilt = pending.result()
+    exact = logits.double().log_softmax(-1)
+    assert list(first.logprobs) == [4, 1, 0]
+    assert first.logprobs == pytest.approx({token: float(exact[0, token]) for token in (4, 1, 0)}, rel=1e-6)
+    assert third.logprobs == pytest.approx({0: float(exact[2, 0])}, abs=1e-6)
+    assert unasked.logprobs is None
+    assert spoilt.token_id is None
