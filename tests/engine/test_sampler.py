@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from engine import LLM, SamplingParams
 from engine.execution.sampler import PendingTokens
+from tests.engine.checkpoints import LLAMA
 
 
 def test_token_0_is_a_token_and_only_a_marked_row_has_none():
@@ -27,3 +29,18 @@ def test_each_row_has_its_likeliest_and_its_chosen_token():
     assert third.logprobs == pytest.approx({0: float(exact[2, 0])}, abs=1e-6)
     assert unasked.logprobs is None
     assert spoilt.token_id is None
+
+
+def test_only_a_temperature_of_0_is_greedy():
+    """Ten seeds give ten continuations when tokens are drawn, and one when they are not, also in one batch."""
+    options = {"load_format": "dummy", "device": "cpu", "num_kv_blocks": 80, "skip_tokenizer_init": True}
+    drawn, greedy = (
+        [SamplingParams(temperature=t, max_tokens=6, seed=seed, ignore_eos=True) for seed in range(10)]
+        for t in (1.0, 0.0)
+    )
+    with LLM(LLAMA, **options) as llm:
+        for params in (drawn, greedy, drawn + greedy):
+            outputs = llm.generate([[1, 2, 3]] * len(params), params, use_tqdm=False)
+            for temperature, expected in ((1.0, 10), (0.0, 1)):
+                found = {o.token_ids for o, p in zip(outputs, params) if p.temperature == temperature}
+                assert len(found) in (0, expected)
