@@ -38,18 +38,19 @@ SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 49, 57, 64, 80, 99)
 RAGGED = tuple(int(128 * 256 ** ((0.5 + 37 * row % 64) / 64)) for row in range(64))
 """Contexts log-uniform from 128 to 32,768, in no order."""
 
+# Batches and contexts by query heads.
+_UNIFORM = {
+    64: (
+        *((1, 4096), (8, 4096), (1, 32768), (16, 4352), (64, 4096), (256, 1024), (1, 131072), (32, 4096)),
+        *((2, 1050), (3, 2048), (4, 1024)),
+    ),
+    16: ((1, 1050), (16, 1050), (64, 1100), (4, 4096), (1, 32768)),
+    32: ((2, 8192), (8, 1050), (24, 700), (16, 4096)),
+}
 # Query heads and contexts, a shape each.
 GRID: tuple[tuple[int, tuple[int, ...]], ...] = (
-    *((64, (context,) * batch) for batch, context in ((1, 4096), (8, 4096), (1, 32768), (16, 4352))),
-    *((64, (context,) * batch) for batch, context in ((64, 4096), (256, 1024), (1, 131072), (32, 4096))),
-    *((64, (context,) * batch) for batch, context in ((2, 1050), (3, 2048), (4, 1024))),
-    *(
-        (16, (context,) * batch)
-        for batch, context in ((1, 1050), (16, 1050), (64, 1100), (4, 4096), (1, 32768))
-    ),
-    *((32, (context,) * batch) for batch, context in ((2, 8192), (8, 1050), (24, 700), (16, 4096))),
-    (64, RAGGED),
-    (16, RAGGED[:16]),
+    *((heads, (context,) * batch) for heads, shapes in _UNIFORM.items() for batch, context in shapes),
+    *((64, RAGGED), (16, RAGGED[:16])),
 )
 
 

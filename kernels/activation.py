@@ -25,24 +25,13 @@ def silu_mul(gate_up: Tensor, *, use_triton: bool) -> Tensor:
     if out.numel():
         with on_device(gate_up):
             _silu_mul_kernel[(tokens, triton.cdiv(intermediate, BLOCK))](
-                gate_up,
-                out,
-                gate_up.stride(0),
-                INTERMEDIATE=intermediate,
-                BLOCK=BLOCK,
-                num_warps=4,
+                gate_up, out, gate_up.stride(0), INTERMEDIATE=intermediate, BLOCK=BLOCK, num_warps=4
             )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(
-    gate_up_ptr,
-    out_ptr,
-    stride_token,
-    INTERMEDIATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, stride_token, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < INTERMEDIATE

@@ -69,6 +69,15 @@ class DecodePlanner:
         problem = self._problem(batch_size, contexts.max_context_len, contexts.mean_context_len)
         options = self._kernel.plan(problem)
         workspace = self._kernel.workspace(problem, problem.device)
-        # A call sees nothing of the problem but these. By their text, since a plugin's options may be unhashable.
-        key = repr(sorted(options.items())), None if workspace is None else (workspace.shape, workspace.dtype)
+        # A call sees nothing of the problem but these.
+        key = _key(options), None if workspace is None else (workspace.shape, workspace.dtype)
         return DecodePlan(self._kernel, problem, options, key)
+
+
+def _key(options: Mapping[str, Any]) -> Hashable:
+    """Equal for equal options; what cannot be compared safely (a plugin's list, a tensor) equals itself alone."""
+    plain = (int, float, str, torch.dtype, type(None))
+    return tuple(
+        (name, type(value), value if isinstance(value, plain) else id(value))
+        for name, value in sorted(options.items())
+    )

@@ -37,7 +37,7 @@ class AttentionShape:
             head_dim=self.head_dim,
             block_size=self.block_size,
             max_context_len=max_context_len,
-            mean_context_len=None if mean_context_len == max_context_len else mean_context_len,
+            mean_context_len=mean_context_len,
             dtype=self.dtype,
             device=self.device,
         )

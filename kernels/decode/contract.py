@@ -60,8 +60,11 @@ class DecodeProblem:
             raise ValueError(
                 f"mean_context_len is {mean}, expected 0 to max_context_len {self.max_context_len}"
             )
+        # One form for each problem.
         if self.kv_dtype == self.dtype:
-            object.__setattr__(self, "kv_dtype", None)  # one form for each problem
+            object.__setattr__(self, "kv_dtype", None)
+        if mean == self.max_context_len:
+            object.__setattr__(self, "mean_context_len", None)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads is {self.num_q_heads}, not a multiple of num_kv_heads {self.num_kv_heads}"

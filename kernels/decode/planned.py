@@ -35,9 +35,10 @@ class PlannedDecode(TritonDecodeKernel):
         return {"variant": variant, **self._variants[variant].plan(problem)}
 
     def workspace(self, problem: DecodeProblem, device: torch.device) -> Tensor | None:
-        # A smaller problem may be planned for the other variant.
-        found = [kernel.workspace(problem, device) for kernel in self._able(problem)]
-        return max((each for each in found if each is not None), key=Tensor.numel, default=None)
+        # A smaller problem may be planned for the other variant. Both take float32.
+        found = [kernel.workspace(problem, torch.device("meta")) for kernel in self._able(problem)]
+        numel = max((each.numel() for each in found if each is not None), default=0)
+        return torch.empty(numel, dtype=torch.float32, device=device) if numel else None
 
     def launch(self, call: Call, variant: str | None = None, **options: Any) -> None:
         """variant: "split_kv" or "split_kv_tma", with the options of that kernel; None to plan for a full table."""
