@@ -13,7 +13,8 @@ from typing import Any
 # The GPU whose constants stand in for one that was never measured: scaled by its multiprocessors alone.
 DEFAULT_GPU = "NVIDIA H200"
 
-# The part of a last, partial turn that the turns before do not hide: about that on an H200 (results/NOTES.md).
+# The part of a last, partial turn that the turns before do not hide: set, not fitted; an H200 showed 0.32 at the
+# one shape that has such a turn (results/NOTES.md).
 LAST_TURN = 0.4
 
 
