@@ -31,12 +31,13 @@ class HostTime:
 class ParallelGroup:
     """Rank `rank` of `size` ranks, which all call the same collectives in the same order.
 
-    process_group: a torch.distributed group (gloo or NCCL) of that size; None only for a group of one.
+    More than one communicate over torch.distributed's default process group (gloo or NCCL). It is looked up at each
+    call and never kept: a model that outlived destroy_process_group() would keep gloo's threads alive with it, and one
+    of them that releases its last tensor while the interpreter ends aborts the process.
     """
 
     rank: int
     size: int
-    process_group: dist.ProcessGroup | None = None
     host_time: HostTime = field(default_factory=HostTime, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,9 +91,10 @@ class ParallelGroup:
         return self.smallest(number, device) == -self.smallest(-number, device)
 
     def _peers(self) -> dist.ProcessGroup:
-        if self.process_group is None:
+        process_group = dist.group.WORLD
+        if process_group is None:
             raise RuntimeError(f"rank {self.rank} of {self.size} has no process group to communicate over")
-        return self.process_group
+        return process_group
 
     def _call(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         group = self._peers()

@@ -92,7 +92,7 @@ class ExternalRank:
                 f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, the launcher "
                 f"says rank {self.rank} of {self.size}"
             )
-        return ParallelGroup(self.rank, self.size, dist.group.WORLD)
+        return ParallelGroup(self.rank, self.size)
 
 
 def _join(
@@ -109,7 +109,7 @@ def _join(
         timeout=TIMEOUT,
         device_id=device if over_nccl else None,
     )
-    return ParallelGroup(rank, size, dist.group.WORLD)
+    return ParallelGroup(rank, size)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

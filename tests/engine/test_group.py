@@ -47,10 +47,31 @@ def _rank(rank: int, size: int, work: Callable[..., Any], directory: str, args: 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=size)
     try:
-        result = work(ParallelGroup(rank, size, dist.group.WORLD), *args)
+        result = work(ParallelGroup(rank, size), *args)
         torch.save(result, f"{directory}/result-{rank}")
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def threads_of_gloo() -> list[str]:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def threads_before_and_after_leaving(group: ParallelGroup) -> tuple[list[str], list[str]]:
+    group.all_reduce(torch.ones(3))
+    before = threads_of_gloo()
+    dist.destroy_process_group()
+    return before, threads_of_gloo()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads the names of threads from /proc")
+def test_no_thread_of_gloo_outlives_the_process_group_though_a_parallel_group_does(tmp_path: Path) -> None:
+    """One that does may touch a tensor while the interpreter ends: "terminate called without an active exception"."""
+    for before, after in run_ranks(2, threads_before_and_after_leaving, tmp_path):
+        assert before
+        assert after == []
 
 
 def collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:
