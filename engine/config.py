@@ -35,6 +35,7 @@ class EngineConfig:
     decode_attention: str = "auto"
     prefill_attention: str = "auto"
     layer_fusion: Literal["auto", "off", "on"] = "auto"
+    all_reduce: Literal["auto", "torch", "one_shot"] = "torch"
     block_size: int = 16
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -62,6 +63,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("layer_fusion", self.layer_fusion, ("auto", "off", "on"))
+        _check_choice("all_reduce", self.all_reduce, ("auto", "torch", "one_shot"))
         _check_choice("scheduling", self.scheduling, ("mixed", "prefill_first"))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")

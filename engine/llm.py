@@ -49,6 +49,9 @@ class LLM:
     layer_fusion: whether decode steps of 2 to 16 rows add the residual inside the products (see LayerFusion): "off",
         "on"; "auto": in half precision, where it was faster on an H200 (hidden_size 4096: from 2 rows on, more: from
         3, less: never). On one rank and with Triton alone.
+    all_reduce: how ranks sum: "torch" (NCCL or gloo); "one_shot": small sums, as of decode steps, by a kernel that
+        reads all ranks' memory (kernels/all_reduce.py), which needs Triton and GPUs of one host, one a rank, that
+        reach each other; "auto": "one_shot" where it can be had. One rank sums nothing.
     block_size: tokens in a KV block. num_kv_blocks: blocks in the pool; None: what gpu_memory_utilization of the
         GPU's memory leaves, or 1 GiB on a CPU. It may be smaller than max_model_len.
     max_model_len: tokens of a sequence at most, prompt and output; None: the model's max_position_embeddings.
@@ -79,6 +82,7 @@ class LLM:
         decode_attention: str = "auto",
         prefill_attention: str = "auto",
         layer_fusion: Literal["auto", "off", "on"] = "auto",
+        all_reduce: Literal["auto", "torch", "one_shot"] = "torch",
         block_size: int = 16,
         num_kv_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -104,6 +108,7 @@ class LLM:
             decode_attention=decode_attention,
             prefill_attention=prefill_attention,
             layer_fusion=layer_fusion,
+            all_reduce=all_reduce,
             block_size=block_size,
             num_kv_blocks=num_kv_blocks,
             gpu_memory_utilization=gpu_memory_utilization,

@@ -9,15 +9,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.parallel.group import ParallelGroup
 
-_NCCL_KERNELS = ("ncclDevKernel", "ncclKernel")
+_KERNELS = ("ncclDevKernel", "ncclKernel", "_one_shot_kernel")
 
 
 class CollectiveTimer:
     """Sums the time of collectives between start() and stop().
 
-    Over NCCL that is the time of its kernels, also in CUDA graphs, by torch's profiler, which slows the host down: the
-    whole time between the two is told as well, so that a share is of the same work. Over gloo it is the time of the
-    calls.
+    Over NCCL that is the time of its kernels, and of kernels/all_reduce.py's, also in CUDA graphs, by torch's profiler,
+    which slows the host down: the whole time between the two is told as well, so that a share is of the same work.
+    Over gloo it is the time of the calls.
     """
 
     def __init__(self, group: ParallelGroup, device: torch.device) -> None:
@@ -51,5 +51,5 @@ class CollectiveTimer:
         elapsed_s = time.perf_counter() - self._started_s
         finished, self._profile = self._profile, None
         finished.stop()
-        kernels = [event for event in finished.events() if event.name.startswith(_NCCL_KERNELS)]
+        kernels = [event for event in finished.events() if event.name.startswith(_KERNELS)]
         return sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e6, elapsed_s

@@ -13,9 +13,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.execution import kv_cache
+from engine.execution.all_reduce_choice import choose_all_reduce
 from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKind
 from engine.execution.collective_timer import CollectiveTimer
-from engine.execution.cuda_graphs import DecodeGraphs
+from engine.execution.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
 from engine.execution.device_clock import DeviceClock
 from engine.execution.input_batch import AttentionShape, ChunkRows, DecodeRows, join_rows
@@ -58,6 +59,13 @@ class ModelRunner:
         )
         self._check_kernels()
         self._check_ranks()
+        self.group = choose_all_reduce(
+            config,
+            group,
+            device,
+            use_triton=self.kernels.use_triton,
+            largest=graph_sizes(config.max_num_seqs)[-1] * source.config.hidden_size * dtype.itemsize,
+        )
         self._planner = DecodePlanner(self.kernels.decode, self.shape.decode_problem)
         started = time.perf_counter()
         # No position beyond max_model_len is ever run, so the table of rotary angles ends there.
@@ -67,7 +75,7 @@ class ModelRunner:
             load_format=config.load_format,
             device=device,
             dtype=dtype,
-            group=group,
+            group=self.group,
             kernels=self.kernels,
             seed=config.seed,
         )
@@ -100,6 +108,7 @@ class ModelRunner:
             "prefill_attention": self.kernels.prefill.name,
             "use_triton": self.kernels.use_triton,
             "uses_cuda_graphs": self.uses_cuda_graphs,
+            "all_reduce": "torch" if self.group.small_all_reduce is None else "one_shot",
             "load_s": self.load_s,
             "host_peak_bytes": _host_peak_bytes(),
             "device_peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else None,
@@ -122,8 +131,9 @@ class ModelRunner:
         self._trace.stop(trace_path(path, self.group.rank, self.group.size))
 
     def close(self) -> None:
-        """Drop weights and KV."""
+        """Drop weights, KV and memory shared with other ranks."""
         self.graphs = None
+        self.group = replace(self.group, small_all_reduce=None)
         del self.model, self.kv_cache, self.state
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from engine.execution.worker import Position
 from engine.parallel.channel import Channel, encode
+from engine.parallel.peer_memory import NO_MULTICAST
 
 CLOSE_S = 5.0
 """Time for a process to end by itself; then it is killed."""
@@ -93,6 +94,5 @@ def _environment() -> dict[str, str]:
     """Ours, with the modules that we can import, and the ranks' talk kept on this host."""
     paths = [os.path.abspath(path) for path in sys.path]  # "" is the current directory
     ours = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    # Over NVLink multicast (NVLS) a fault of one program can take the host's GPUs away from all others.
-    defaults = {"NCCL_NVLS_ENABLE": "0"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    defaults = NO_MULTICAST | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
     return defaults | ours

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _OTHERS = ("<", *{path for name, path in sysconfig.get_paths().items() if "lib" in name})
 """How the files of libraries, and what is no file, begin."""
 
+_WHERE_RANKS_WAIT = ("parallel/group.py", "parallel/peer_memory.py")
+"""Files whose functions return when the other ranks have called them too."""
+
 PackedTokens = tuple[list[int | None], dict[int, dict[int, float]], tuple[float | None, float | None]]
 """The token of each row, the log-probabilities of the rows that asked for them, and the step's device_times."""
 
@@ -186,7 +189,7 @@ def _position(thread: int) -> Position:
     """The thread's innermost frame outside the libraries: "file:line in function"."""
     stack = traceback.extract_stack(sys._current_frames().get(thread))
     entry = next((e for e in reversed(stack) if not e.filename.startswith(_OTHERS)), stack[-1])
-    in_collective = any(e.filename.endswith("parallel/group.py") for e in stack)
+    in_collective = any(e.filename.endswith(_WHERE_RANKS_WAIT) for e in stack)
     return Position(f"{os.path.basename(entry.filename)}:{entry.lineno} in {entry.name}", in_collective)
 
 

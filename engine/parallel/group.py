@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch import Tensor
 # Renamed in torch 2.13.
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Bytes of a text that ranks tell each other.
+_MAX_TEXT_BYTES = 512
+
 
 class CollectiveError(RuntimeError):
     """A collective failed. Most often that is another rank's fault: it has ended, or never came."""
@@ -22,9 +25,19 @@ class CollectiveError(RuntimeError):
 
 @dataclass
 class HostTime:
-    """Seconds that this process has spent in collectives: over gloo all of their time, over NCCL only the launching."""
+    """Seconds in collectives of torch.distributed: over gloo all of their time, over NCCL only the launching."""
 
     seconds: float = 0.0
+
+
+class SmallAllReduce(Protocol):
+    """Sums small tensors over ranks otherwise than torch.distributed does."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether it sums this one: the same answer on every rank."""
+
+    def __call__(self, tensor: Tensor) -> None:
+        """The sum over ranks, in place, the same bits on each; can be captured in a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +46,14 @@ class ParallelGroup:
 
     More than one communicate over torch.distributed's default process group (gloo or NCCL). It is looked up at each
     call and never kept: a model that outlived destroy_process_group() would keep gloo's threads alive with it, and one
-    of them that releases its last tensor while the interpreter ends aborts the process.
+    of them that releases its last tensor while the interpreter ends aborts the process. small_all_reduce: what sums
+    the tensors that it takes; it keeps no process group either.
     """
 
     rank: int
     size: int
     host_time: HostTime = field(default_factory=HostTime, compare=False)
+    small_all_reduce: SmallAllReduce | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -57,9 +72,12 @@ class ParallelGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place and returned.
 
-        Every rank gets the same bits, also in 16-bit formats: each element is summed in one place and then copied.
+        Every rank gets the same bits, also in 16-bit formats: each element is summed in one place and then copied, or
+        on every rank in the same order.
         """
-        if self.size > 1:
+        if self.small_all_reduce is not None and self.small_all_reduce.takes(tensor):
+            self.small_all_reduce(tensor)
+        elif self.size > 1:
             self._call(dist.all_reduce, tensor)
         return tensor
 
@@ -89,6 +107,13 @@ class ParallelGroup:
         """Whether all ranks ask with the same text. device: where this rank communicates."""
         number = zlib.crc32(text.encode())
         return self.smallest(number, device) == -self.smallest(-number, device)
+
+    def gather_texts(self, text: str, device: torch.device) -> list[str]:
+        """Every rank's text, in rank order, cut to 512 bytes. device: where this rank communicates."""
+        encoded = text.encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
+        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
+        gathered = self.all_gather(mine[None], dim=0).tolist()
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gathered]
 
     def _peers(self) -> dist.ProcessGroup:
         process_group = dist.group.WORLD

@@ -76,6 +76,7 @@ def test_no_thread_of_gloo_outlives_the_process_group_though_a_parallel_group_do
 
 def collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:
     mine = torch.arange(6.0).view(2, 3) + 10 * group.rank
+    texts = group.gather_texts(f"é {group.rank}", mine.device)
     half = torch.tensor([1.0, 2**-9], dtype=torch.bfloat16) * (group.rank + 1)
     return {
         "sum": group.all_reduce(mine.clone()),
@@ -83,6 +84,7 @@ def collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:
         "rows": group.all_gather(mine, dim=0),
         "columns": group.all_gather(mine, dim=-1),
         "of a transpose": group.all_gather(mine.T, dim=0),
+        "texts": torch.tensor([text == f"é {rank}" for rank, text in enumerate(texts)]),
         "agree": torch.tensor([group.agrees("one", mine.device), group.agrees(f"{group.rank}", mine.device)]),
     }
 
@@ -94,6 +96,7 @@ def test_collectives_over_gloo(tmp_path: Path) -> None:
     assert torch.equal(first["sum"], a + b)
     assert torch.equal(first["rows"], torch.cat([a, b]))
     assert first["agree"].tolist() == [True, False]
+    assert first["texts"].tolist() == [True, True]
     assert torch.equal(first["columns"], torch.cat([a, b], dim=1))
     assert torch.equal(first["of a transpose"], torch.cat([a.T, b.T]))
     for name, tensor in first.items():

@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 
 from kernels import decode, prefill
 from kernels.activation import silu_mul
+from kernels.all_reduce import one_shot_all_reduce
 from kernels.decode.launch import TritonDecodeKernel
 from kernels.fp8_cache import FP8
 from kernels.fused_linear import add_linear, dot_linear
@@ -37,6 +38,7 @@ from kernels.rope import apply_rope
 from kernels.sampling import greedy, sample
 from kernels.triton_support import INTERPRETING
 from tests.kernels import prefill_case
+from tests.kernels.all_reduce_case import PlayedPeers, rank_order_sum
 from tests.kernels.decode_cases import expected, make_case, quantised, worst_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -194,6 +196,18 @@ def elementwise_runs() -> dict[str, Run]:
     }
 
 
+def run_all_reduce() -> float:
+    """Rank 1 of 3, twice: once in each half."""
+    peers = PlayedPeers(1, 3, DEVICE)
+    error = 0.0
+    for rows in (1, 5):
+        tensors = [torch.randn(rows, 96, device=DEVICE).to(DTYPE) for _ in range(3)]
+        peers.publish(tensors)
+        total = one_shot_all_reduce(tensors[1].clone(), peers.buffers)
+        error = max(error, worst_error(total[None], rank_order_sum(tensors)[None].double()))
+    return error
+
+
 def all_runs() -> dict[str, Run]:
     """Every run by name, in the order in which main takes them."""
     return {
@@ -201,6 +215,7 @@ def all_runs() -> dict[str, Run]:
         "prefill triton, chunks of prompts": lambda: run_prefill([5, 0, 40], [20, 3, 90]),
         "prefill triton, one token": lambda: run_prefill([1], [70]),
         **elementwise_runs(),
+        "one-shot all-reduce": run_all_reduce,
     }
 
 
