@@ -38,6 +38,7 @@ def choose_kernels(
         ),
         use_triton=use_triton,
         fusion=_choose_fusion(config, use_triton, hidden_size, dtype),
+        persistent_layers=config.layer_fusion == "persistent",
     )
 
 
@@ -53,12 +54,12 @@ def _choose_fusion(
         reason = "use_triton"
     elif config.tensor_parallel_size > 1:
         reason = f"tensor_parallel_size 1, got {config.tensor_parallel_size}"
-    if name == "auto":
-        half = dtype in (torch.float16, torch.bfloat16)
-        return measured_fusion(hidden_size) if half and not reason else NO_FUSION
-    if reason:
+    if reason and name != "auto":
         raise ValueError(f"layer_fusion {name!r} needs {reason}")
-    return LayerFusion(max_rows=MAX_ROWS)
+    if name == "on":
+        return LayerFusion(max_rows=MAX_ROWS)
+    half = dtype in (torch.float16, torch.bfloat16)
+    return measured_fusion(hidden_size) if half and not reason else NO_FUSION
 
 
 def _choose(field: str, name: str, registry: ModuleType, default: str, device: torch.device) -> Any:

@@ -27,9 +27,11 @@ from engine.execution.sharded_sampling import greedy_tokens, likeliest_logits
 from engine.execution.trace import Trace, trace_path
 from engine.execution.upload import upload
 from engine.models.checkpoint import ModelSource
+from engine.models.decoder import layer_shape
 from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
 from kernels.decode.planner import device_name, device_sm_count
+from kernels.persistent import unsupported_block_size
 
 
 class ModelRunner:
@@ -79,6 +81,8 @@ class ModelRunner:
             kernels=self.kernels,
             seed=config.seed,
         )
+        if self.kernels.persistent_layers:
+            self.model.prepare_persistent_layers()
         self.load_s = time.perf_counter() - started
         self.kv_cache = self._new_kv_cache(0)
         max_blocks = -(-self.max_model_len // config.block_size)
@@ -253,6 +257,12 @@ class ModelRunner:
             if reason is not None:
                 name = getattr(self.kernels, field.removesuffix("_attention")).name
                 raise ValueError(f"{field} {name!r} cannot run this model: {reason}")
+        if self.kernels.persistent_layers:
+            reason = (
+                unsupported_block_size(self.shape.block_size) or layer_shape(self.model_config).unsupported()
+            )
+            if reason is not None:
+                raise ValueError(f"layer_fusion 'persistent' cannot run this model: {reason}")
 
     def _check_ranks(self) -> None:
         """Refuse different GPUs, for which a step would be planned, and captured, on one rank and not on another."""

@@ -16,16 +16,19 @@ from kernels.prefill import PrefillKernel
 @dataclass(frozen=True)
 class KernelChoice:
     """The attention kernels, whether norms, activation, RoPE and KV writes take their Triton or torch path, and what
-    decode steps of few rows fuse: with Triton alone."""
+    decode steps of few rows fuse: with Triton alone. persistent_layers: those of the fewest run kernels/persistent."""
 
     decode: DecodeKernel
     prefill: PrefillKernel
     use_triton: bool
     fusion: LayerFusion = NO_FUSION
+    persistent_layers: bool = False
 
     def __post_init__(self) -> None:
         if self.fusion.max_rows and not self.use_triton:
             raise ValueError(f"fusion {self.fusion} needs use_triton")
+        if self.persistent_layers and not self.use_triton:
+            raise ValueError("persistent_layers needs use_triton")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Modules carry Transformers' names (embed_tokens, layers.i.self_attn, norm, lm_head, ...) so that forward hooks can
 compare the two layer by layer. Residual additions are fused into the norm that follows, or, in decode steps of few
-rows that KernelChoice.fusion takes, into the product before (there modules within a layer are not called).
+rows that KernelChoice.fusion takes, into the product before (there modules within a layer are not called). With
+KernelChoice.persistent_layers the steps of fewest rows are one launch (there no layer is called).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weight_shard import WeightShard
 from engine.models.config import ModelConfig, check_parallel
 from engine.parallel.group import ParallelGroup
+from kernels.persistent import LayerShape, PersistentLayers
 
 
 class DecoderLayer(nn.Module):
@@ -105,6 +107,25 @@ class DecoderLayer(nn.Module):
         gate_up = fusion.norm_linear(stream, norm.weight, norm.eps, product.weight, product.bias)
         fusion.gated_linear(gate_up, mlp.down_proj.weight, mlp.down_proj.bias, stream)
 
+    def persistent_weights(self) -> dict[str, Tensor]:
+        """The layer's parameters by the names of kernels/persistent."""
+        attention, mlp = self.self_attn, self.mlp
+        weights = {
+            "input_norm": self.input_layernorm.weight,
+            "qkv": attention.qkv_proj.weight,
+            "qkv_bias": attention.qkv_proj.bias,
+            "q_norm": attention.q_norm.weight if attention.q_norm is not None else None,
+            "k_norm": attention.k_norm.weight if attention.k_norm is not None else None,
+            "o": attention.o_proj.weight,
+            "o_bias": attention.o_proj.bias,
+            "post_norm": self.post_attention_layernorm.weight,
+            "gate_up": mlp.gate_up_proj.weight,
+            "gate_up_bias": mlp.gate_up_proj.bias,
+            "down": mlp.down_proj.weight,
+            "down_bias": mlp.down_proj.bias,
+        }
+        return {name: weight for name, weight in weights.items() if weight is not None}
+
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield from self.self_attn.weight_shards(f"{name}.self_attn")
         yield from self.mlp.weight_shards(f"{name}.mlp")
@@ -149,6 +170,12 @@ class Decoder(nn.Module):
         self.lm_head = VocabParallelHead(
             vocab, hidden, group=group, dtype=dtype, device=device, weight=shared
         )
+        self._persistent: PersistentLayers | None = None
+
+    def prepare_persistent_layers(self) -> None:
+        """Run decode steps of few rows by kernels/persistent from now on. The parameters must stay where they are."""
+        weights = [layer.persistent_weights() for layer in self.layers if isinstance(layer, DecoderLayer)]
+        self._persistent = PersistentLayers(layer_shape(self.config), weights)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor
@@ -159,6 +186,18 @@ class Decoder(nn.Module):
         num_blocks, block_size, num_kv_heads, head_dim] in the model's dtype, with this rank's KV heads.
         """
         hidden, residual = self.embed_tokens(input_ids), None
+        persistent, rows = self._persistent, len(input_ids)
+        if persistent is not None and metadata.num_decodes == rows and 0 < rows <= persistent.max_rows:
+            persistent(
+                hidden,
+                positions,
+                self.rotary_emb.cos_sin,
+                kv_cache,
+                metadata.decode_block_table,
+                metadata.decode_context_lens,
+                metadata.slot_mapping,
+            )
+            return self.norm(hidden)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
             hidden, residual = layer(hidden, residual, positions, self.rotary_emb, metadata, layer_cache)
         normed = self.norm(hidden, residual)
@@ -177,6 +216,21 @@ class Decoder(nn.Module):
         yield from self.norm.weight_shards("model.norm")
         if not self.config.tie_word_embeddings:
             yield from self.lm_head.weight_shards("lm_head")
+
+
+def layer_shape(config: ModelConfig) -> LayerShape:
+    """What kernels/persistent must know of the layers: on one rank."""
+    return LayerShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        qk_norm=config.qk_norm,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )
 
 
 def new_norm(config: ModelConfig, kernels: KernelChoice, dtype: torch.dtype, device: torch.device) -> RMSNorm:

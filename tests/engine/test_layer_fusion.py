@@ -133,7 +133,7 @@ def test_an_engine_chooses_by_its_models_width(tmp_path: Path, monkeypatch) -> N
 
 
 def test_senseless_values_are_named() -> None:
-    with pytest.raises(ValueError, match="layer_fusion must be one of auto, off, on, got 'all'"):
+    with pytest.raises(ValueError, match="layer_fusion must be one of auto, off, on, persistent, got 'all'"):
         chosen(layer_fusion="all")
     with pytest.raises(ValueError, match=r"max_rows must be in \[0, 16\], got 17"):
         LayerFusion(max_rows=17)
