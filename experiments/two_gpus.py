@@ -28,6 +28,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from experiments.arguments import CONF
+from experiments.columns import FAILURES
 
 _MANY = "+suite=high_concurrency bench.rounds=2 bench.num_seqs=[{}] bench.input_len={} bench.output_len={}"
 _LONG = "+suite=max_output bench.num_seqs={} bench.input_len={} bench.output_len={}"
@@ -61,6 +62,12 @@ class Setup:
     out: Path
     scratch: Path | None
     num_tokens: int
+    all_reduce: str = "torch"
+
+    def label(self, name: str) -> str:
+        """Of the folder or file of a suite or part."""
+        ending = "" if self.all_reduce == "torch" else f"-{self.all_reduce}"
+        return f"{name}-{self.model}-tp{self.tp}{ending}"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -77,6 +84,7 @@ class Setup:
             "load_format": "dummy",
             "device": self.device,
             "tensor_parallel_size": self.tp,
+            "all_reduce": self.all_reduce,
         }
         arguments |= {"max_model_len": 2048, "max_num_seqs": 16, "skip_tokenizer_init": True}
         with LLM(self.config if model is None else model, **(arguments | options)) as llm:
@@ -310,20 +318,33 @@ def kill(setup: Setup) -> dict[str, Any]:
     }
 
 
+# --- the sums of a step -----------------------------------------------------------------------------------------
+
+
+def all_reduce(setup: Setup) -> dict[str, Any]:
+    """NCCL's all-reduces against those over peer memory, whatever the model and --all-reduce."""
+    from experiments.all_reduce_bench import measure
+
+    return measure(setup.device, setup.tp)
+
+
 # --- the command ------------------------------------------------------------------------------------------------
 
 PARTS: Mapping[str, Callable[[Setup], dict[str, Any]]] = {
     "checkpoint": checkpoint,
     "agreement": agreement,
     "kill": kill,
+    "all_reduce": all_reduce,
 }
 
 
 def suite_overrides(setup: Setup, name: str) -> list[str]:
-    """What experiments.run is to be told for one of SUITES; the run's folder is OUT/NAME-MODEL-tpN."""
+    """What experiments.run is to be told for one of SUITES; the run's folder is OUT/LABEL."""
     overrides = SUITES[name].replace("TP", str(setup.tp)).split()
     overrides += [f"model={setup.model}", f"device={setup.device}", "size=full", "run.isolate=false"]
-    return [*overrides, f"run.folder={setup.out / f'{name}-{setup.model}-tp{setup.tp}'}"]
+    if setup.all_reduce != "torch":
+        overrides.append(f"engine.all_reduce={setup.all_reduce}")
+    return [*overrides, f"run.folder={setup.out / setup.label(name)}"]
 
 
 def run_suite(setup: Setup, name: str) -> int:
@@ -333,7 +354,7 @@ def run_suite(setup: Setup, name: str) -> int:
 
 
 def run_part(setup: Setup, name: str) -> int:
-    """One of PARTS; its file is OUT/NAME-MODEL-tpN.json."""
+    """One of PARTS; its file is OUT/LABEL.json. 1 if it ended early or has a row that failed."""
     from engine.config import EngineConfig
     from experiments import provenance
     from experiments.devices import device_name
@@ -343,12 +364,13 @@ def run_part(setup: Setup, name: str) -> int:
         device, seed=0, overrides=sys.argv[1:], device_name=device_name(device), cwd=Path.cwd()
     )
     record["command"] = "python -m experiments.two_gpus " + " ".join(sys.argv[1:])
-    result = {"part": name, "model": setup.model, "tp": setup.tp} | PARTS[name](setup)
-    text = json.dumps(result, indent=2)
-    file = setup.out / f"{name}-{setup.model}-tp{setup.tp}.json"
+    setting = {"part": name, "model": setup.model, "tp": setup.tp, "all_reduce": setup.all_reduce}
+    result: dict[str, Any] = setting | PARTS[name](setup)
+    file = setup.out / f"{setup.label(name)}.json"
     file.write_text(json.dumps({"result": result, "provenance": record}, indent=2))
-    print(text, flush=True)
-    return 0
+    print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=2), flush=True)
+    failed = any(row["status"] in FAILURES for row in result.get("rows", ()))
+    return int(failed or bool(result.get("ended_early")))
 
 
 def main() -> int:
@@ -363,10 +385,11 @@ def main() -> int:
         "--scratch", type=Path, help="where the checkpoint is written (default: the temporary folder)"
     )
     parser.add_argument("--num-tokens", type=int, default=64, help="of the parts that compare tokens")
+    parser.add_argument("--all-reduce", default="torch", help="how ranks sum, as LLM(all_reduce=...)")
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    setup = Setup(given.model, given.device, given.tp, out, given.scratch, given.num_tokens)
+    setup = Setup(given.model, given.device, given.tp, out, given.scratch, given.num_tokens, given.all_reduce)
     return max(run_part(setup, name) if name in PARTS else run_suite(setup, name) for name in given.parts)
 
 

@@ -21,6 +21,7 @@ kernels. Whoever starts the ranks has to watch them, and to kill those that are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,8 @@ class PeerBuffers:
     """All ranks' buffers, each of buffer_bytes(max_bytes), as rank `rank` of `size` sees them.
 
     addresses: [size] int64 on the device: where this rank finds each rank's buffer, its own too. All of them have to
-    be zero before any rank's first call. calls: [NUM_PROGRAMS] int32, the calls that each program has made.
+    be zero before any rank's first call. calls: [NUM_PROGRAMS] int32, the calls that each program has made. owner:
+    whatever the memory at the addresses lives as long as.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class PeerBuffers:
     max_bytes: int
     addresses: Tensor
     calls: Tensor
+    owner: Any
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size <= SIGNALS:
@@ -72,8 +75,10 @@ class PeerBuffers:
             raise ValueError(f"addresses must be [{self.size}] int64, got {self.addresses}")
 
     @classmethod
-    def at(cls, addresses: tuple[int, ...], rank: int, max_bytes: int, device: torch.device) -> PeerBuffers:
-        """Buffers at these addresses, which hold zeros."""
+    def at(
+        cls, addresses: tuple[int, ...], rank: int, max_bytes: int, device: torch.device, owner: Any
+    ) -> PeerBuffers:
+        """Buffers at these addresses, which hold zeros, and which no other PeerBuffers of this rank has counted in."""
         misplaced = [address for address in addresses if address % ALIGNMENT]
         if misplaced:
             raise ValueError(f"buffers must start at multiples of {ALIGNMENT}, got {misplaced}")
@@ -83,6 +88,7 @@ class PeerBuffers:
             max_bytes,
             torch.tensor(addresses, dtype=torch.int64, device=device),
             torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device),
+            owner,
         )
 
 

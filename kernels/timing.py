@@ -89,6 +89,7 @@ def time_interleaved(
     rounds: int = 5,
     samples: int = 5,
     rng: random.Random | None = None,
+    agree: Callable[[int], int] = int,
     clock: Callable[[], float] = time.perf_counter,
     sweep: Call | None = None,
 ) -> dict[str, list[Timing]]:
@@ -96,6 +97,8 @@ def time_interleaved(
 
     variants: name -> one callable per input set (see num_input_sets); "hot" uses the first alone.
     samples: per variant and round. rng: the order; None for a fixed seed.
+    agree: from how often a GPU's graph should repeat its calls to how often it does. Where calls wait for those of
+    other processes, it has to give all of these one number, and all of them time the same variants with the same rng.
     clock, sweep: of the CPU path, seconds and what evicts the cache before a cold call; replaceable in tests.
     """
     _check_state(cache_state)
@@ -107,7 +110,7 @@ def time_interleaved(
     rng = rng or random.Random(0)
     chosen = {name: calls[:1] if cache_state == "hot" else calls for name, calls in variants.items()}
     if device.type == "cuda":
-        samplers: dict[str, _Sampler] = {n: _GpuSampler(calls, device) for n, calls in chosen.items()}
+        samplers: dict[str, _Sampler] = {n: _GpuSampler(calls, device, agree) for n, calls in chosen.items()}
     else:
         evict = _nothing if cache_state == "hot" else sweep or _cpu_sweep()
         samplers = {name: _CpuSampler(calls, clock, evict) for name, calls in chosen.items()}
@@ -153,7 +156,7 @@ class _CpuSampler(_Sampler):
 class _GpuSampler(_Sampler):
     """A CUDA graph of whole rotations over the input sets; the same calls between events if capture fails."""
 
-    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
+    def __init__(self, calls: Sequence[Call], device: torch.device, agree: Callable[[int], int]) -> None:
         self._device = device
         self._calls = list(calls)
         with torch.cuda.device(device):
@@ -161,7 +164,7 @@ class _GpuSampler(_Sampler):
                 call()
             self._run, self.method = self._capture()
             (per_call,) = self.take(1)
-            rotations = math.ceil(SAMPLE_US / (per_call * len(calls)))
+            rotations = agree(math.ceil(SAMPLE_US / (per_call * len(calls))))
             if rotations > 1:
                 self._calls = self._calls * rotations
                 self._run, self.method = self._capture()
@@ -187,7 +190,8 @@ class _GpuSampler(_Sampler):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # thread_local: NCCL's own thread may look at events meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._run_calls()
         except torch.OutOfMemoryError:
             raise

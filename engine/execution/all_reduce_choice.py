@@ -21,10 +21,9 @@ Not measured: `python -m experiments.two_gpus all_reduce` shows from where on NC
 
 @dataclass(frozen=True, eq=False)
 class OneShotAllReduce:
-    """group.SmallAllReduce by kernels/all_reduce.py, for what fits in the buffers. The memory is theirs."""
+    """group.SmallAllReduce by kernels/all_reduce.py, for what fits in the buffers."""
 
     buffers: PeerBuffers
-    memory: PeerMemory
 
     def takes(self, tensor: Tensor) -> bool:
         return 0 < tensor.nbytes <= self.buffers.max_bytes and tensor.is_contiguous()
@@ -53,8 +52,8 @@ def choose_all_reduce(
         max_bytes = min(largest, MAX_PEER_BYTES // (group.size - 1))
         memory = share_memory(group, device, buffer_bytes(max_bytes))
         if isinstance(memory, PeerMemory):
-            buffers = PeerBuffers.at(memory.addresses, group.rank, max_bytes, device)
-            return replace(group, small_all_reduce=OneShotAllReduce(buffers, memory))
+            buffers = PeerBuffers.at(memory.addresses, group.rank, max_bytes, device, memory)
+            return replace(group, small_all_reduce=OneShotAllReduce(buffers))
         reason = memory
     if config.all_reduce == "auto":
         return group

@@ -24,13 +24,6 @@ CPU = torch.device("cpu")
 GLOO = "it needs a GPU for each rank, and these ranks talk over gloo"
 
 
-def one_shot(max_bytes: int, *, rank: int = 0, size: int = 2) -> OneShotAllReduce:
-    """Whose memory is this process's alone."""
-    buffer = torch.zeros(buffer_bytes(max_bytes), dtype=torch.uint8)
-    buffers = PeerBuffers(rank, size, max_bytes, torch.zeros(size, dtype=torch.int64), torch.zeros(0))
-    return OneShotAllReduce(buffers, PeerMemory(buffer, (0,) * size, None))
-
-
 def choose(
     monkeypatch: pytest.MonkeyPatch,
     all_reduce: Any,
@@ -101,11 +94,11 @@ def test_memory_is_shared_for_the_largest_decode_step_up_to_a_limit(
     assert isinstance(small, OneShotAllReduce)
     assert (small.buffers.rank, small.buffers.size, small.buffers.max_bytes) == (0, size, max_bytes)
     assert small.buffers.addresses.tolist() == list(memory.addresses)
-    assert small.memory is memory
+    assert small.buffers.owner is memory
 
 
 def test_only_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = one_shot(64)
+    small = OneShotAllReduce(PeerBuffers.at((0, 0), 0, 64, CPU, None))
     for tensor, taken in (
         (torch.zeros(16), True),
         (torch.zeros(2, 16, dtype=torch.bfloat16), True),
@@ -154,9 +147,9 @@ def logits_over_shared_memory(group: ParallelGroup, directories: list[Path], fol
         torch.from_file(str(folder / str(rank)), shared=True, size=num_bytes, dtype=torch.uint8)
         for rank in range(group.size)
     ]
-    buffers = PeerBuffers.at(tuple(t.data_ptr() for t in mapped), group.rank, max_bytes, CPU)
-    small = OneShotAllReduce(buffers, PeerMemory(mapped[group.rank], (), mapped))
-    own = ParallelGroup(group.rank, group.size, small_all_reduce=small)
+    addresses = tuple(t.data_ptr() for t in mapped)
+    buffers = PeerBuffers.at(addresses, group.rank, max_bytes, CPU, mapped)
+    own = ParallelGroup(group.rank, group.size, small_all_reduce=OneShotAllReduce(buffers))
     return logits(own, directories), int(buffers.calls[0])
 
 

@@ -26,6 +26,13 @@ def test_every_suite_of_the_list_has_points(name: str, tmp_path: Path) -> None:
     assert settings.model.name == "qwen3_32b"
 
 
+def test_how_ranks_sum_is_told_to_the_engine_and_named_in_the_folder(tmp_path: Path) -> None:
+    setup = Setup("qwen3_32b", "cpu", 2, tmp_path, None, 8, "one_shot")
+    config = resolve(composed(*suite_overrides(setup, "scaling")), tmp_path)
+    assert config["engine"]["all_reduce"] == "one_shot"
+    assert config["run"]["folder"] == str(tmp_path / "scaling-qwen3_32b-tp2-one_shot")
+
+
 @pytest.mark.slow
 def test_the_other_parts_run_on_cpu_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "experiments.two_gpus", *PARTS, "--model=tiny_qwen3", "--device=cpu"]
@@ -38,3 +45,4 @@ def test_the_other_parts_run_on_cpu_ranks(tmp_path: Path) -> None:
     assert all(results["agreement"][other]["agrees"] for other in ("eager", "one_rank"))
     assert results["kill"]["error"] == "rank 1 was killed by SIGKILL"
     assert results["kill"]["processes_left"] == []
+    assert results["all_reduce"]["ended_early"] is None

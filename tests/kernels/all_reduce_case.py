@@ -22,7 +22,8 @@ class PlayedPeers:
             torch.zeros(buffer_bytes(max_bytes) + 128, dtype=torch.uint8, device=device) for _ in range(size)
         ]
         self.memory = [t[-t.data_ptr() % 128 :][: buffer_bytes(max_bytes)] for t in self._memory]
-        self.buffers = PeerBuffers.at(tuple(t.data_ptr() for t in self.memory), rank, max_bytes, device)
+        addresses = tuple(t.data_ptr() for t in self.memory)
+        self.buffers = PeerBuffers.at(addresses, rank, max_bytes, device, self.memory)
         self.call = 0
 
     def signals(self, rank: int) -> Tensor:

@@ -97,11 +97,11 @@ def test_what_it_does_not_sum_is_refused_by_name(device: torch.device) -> None:
         with pytest.raises(ValueError, match=message):
             one_shot_all_reduce(x.to(device), buffers)
     with pytest.raises(ValueError, match="multiples of 16, got \\[8\\]"):
-        PeerBuffers.at((0, 8), 0, 64, device)
+        PeerBuffers.at((0, 8), 0, 64, device, None)
     with pytest.raises(ValueError, match="rank must be below size"):
-        PeerBuffers.at((0, 16), 2, 64, device)
+        PeerBuffers.at((0, 16), 2, 64, device, None)
     with pytest.raises(ValueError, match=f"size at most {SIGNALS}"):
-        PeerBuffers.at((0,) * (SIGNALS + 1), 0, 64, device)
+        PeerBuffers.at((0,) * (SIGNALS + 1), 0, 64, device, None)
 
 
 # --- ranks that wait for each other -----------------------------------------------------------------------------
@@ -122,7 +122,8 @@ def one_of_the_ranks(rank: int, size: int, directory: str) -> None:
         torch.from_file(f"{directory}/{peer}", shared=True, size=buffer_bytes(MAX_BYTES), dtype=torch.uint8)
         for peer in range(size)
     ]
-    buffers = PeerBuffers.at(tuple(t.data_ptr() for t in mapped), rank, MAX_BYTES, torch.device("cpu"))
+    addresses = tuple(t.data_ptr() for t in mapped)
+    buffers = PeerBuffers.at(addresses, rank, MAX_BYTES, torch.device("cpu"), mapped)
     results = []
     rng = random.Random(rank)
     for call in range(NUM_CALLS):
@@ -158,7 +159,7 @@ def test_two_streams_of_one_gpu_as_two_ranks(graphs: bool) -> None:
     max_bytes = 2 * 64 * 5120
     memory = [torch.zeros(buffer_bytes(max_bytes), dtype=torch.uint8, device=device) for _ in range(2)]
     addresses = tuple(t.data_ptr() for t in memory)
-    ranks = [PeerBuffers.at(addresses, rank, max_bytes, device) for rank in range(2)]
+    ranks = [PeerBuffers.at(addresses, rank, max_bytes, device, memory) for rank in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     xs = [[torch.zeros(shape, device=device, dtype=torch.bfloat16) for shape in shapes] for _ in range(2)]
 
