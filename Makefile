@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-ray coverage notebooks lint format clean
+WORKERS ?= 4
+
+.PHONY: setup demo test test-gpu test-ray coverage notebooks lint format clean
 
 setup: $(STAMP)
 
@@ -23,7 +25,11 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --benchmark-disable $(ARGS)
 
-# The same tests, a third slower, and the lines of the three packages that they ran.
+# What needs a CUDA device: compiled kernels, graphs, ranks. WORKERS: processes that share the GPU and the cores.
+test-gpu: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'gpu and not slow' $(ARGS)
+
+# The tests of `make test`, a third slower, and the lines of the three packages that they ran.
 coverage:
 	$(MAKE) test ARGS="--cov=kernels --cov=engine --cov=experiments --cov-report=term:skip-covered"
 
