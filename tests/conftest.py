@@ -15,6 +15,15 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 import pytest
 
+try:
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:  # a GPU machine may lack it; the tests that draw say so themselves
+    pass
+else:
+    # By default an example that takes a quarter of a second fails its test, and a busy machine may stall for longer.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped, with the reason, when chosen on a machine without a CUDA device."""
