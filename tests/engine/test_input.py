@@ -120,12 +120,11 @@ def test_control_characters_and_any_unicode_text_are_prompts(llm):
     assert "".join(llm.stream(text, GREEDY)) == output.text
 
 
+@pytest.mark.timeout(300)  # a second or two; what is not linear in the length would take hours
 @pytest.mark.parametrize("prompt", ["ab c" * 250_000, [7] * 1_000_000], ids=["text", "ids"])
 def test_a_megabyte_is_refused_in_time(llm, prompt):
-    start = time.perf_counter()
     with pytest.raises(ValueError, match="prompt has 1000000 tokens; max_model_len is 128"):
         llm.generate([prompt], GREEDY, use_tqdm=False)
-    assert time.perf_counter() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -368,7 +367,12 @@ def admission_seconds(count: int, **options: Any) -> float:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ten_thousand_requests_cost_no_more_each_than_a_thousand(overlap):
-    """Queueing, aborting the later half from the end, and running the rest: linear in their number."""
-    admission_seconds(500, overlap=overlap)  # warm up
-    thousand, ten_thousand = (admission_seconds(n, overlap=overlap) for n in (1000, 10_000))
+    """Queueing, aborting the later half from the end, and running the rest: linear in their number.
+
+    The best of several: others on the machine only add to a time.
+    """
+    thousand, ten_thousand = (
+        min(admission_seconds(count, overlap=overlap) for _ in range(tries))
+        for count, tries in ((1000, 6), (10_000, 2))
+    )
     assert ten_thousand < 30 * thousand
