@@ -183,6 +183,7 @@ def run_machine(examples: int, length: int) -> int:
     return machine.num_steps
 
 
+@pytest.mark.timeout(1800)  # a minute of Python, which coverage slows down most
 def test_random_lives_of_an_engine():
     taken = 0
     while taken < 20_000:  # lives are drawn, and so is how many steps they last

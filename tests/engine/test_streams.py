@@ -9,6 +9,9 @@ import pytest
 from engine import LLM, SamplingParams
 from tests.engine.checkpoints import QWEN3, write_random_checkpoint, write_tokenizer
 
+# A stream that never ends is found sooner than any other test that hangs; the import of Transformers is in it.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
@@ -25,7 +28,6 @@ def text_of(llm: LLM, prompt: str, max_tokens: int) -> str:
     return llm.generate(prompt, params(max_tokens), use_tqdm=False)[0].text
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("lengths", [(12, 1), (1, 12), (6, 6), (12, 3, 7)])
 def test_streams_in_turns_all_end(llm, lengths):
     prompts = ["one", "two two", "three"][: len(lengths)]
@@ -36,7 +38,6 @@ def test_streams_in_turns_all_end(llm, lengths):
     assert not llm.engine.has_unfinished_requests()
 
 
-@pytest.mark.timeout(60)
 def test_a_stream_left_early_keeps_the_end_of_another(llm):
     long, short = llm.stream("one", params(12)), llm.stream("two", params(1))
     next(long)
@@ -45,7 +46,6 @@ def test_a_stream_left_early_keeps_the_end_of_another(llm):
     assert not llm.engine.has_unfinished_requests()
 
 
-@pytest.mark.timeout(60)
 def test_generate_between_the_pieces_of_a_stream(llm):
     stream = llm.stream("one", params(12))
     pieces = [next(stream)]
@@ -53,7 +53,6 @@ def test_generate_between_the_pieces_of_a_stream(llm):
     assert "".join(pieces + list(stream)) == text_of(llm, "one", 12)
 
 
-@pytest.mark.timeout(60)
 def test_a_stream_whose_request_is_aborted_ends(llm):
     before = {f"request-{llm.engine._num_arrivals}"}
     stream = llm.stream("one", params(100))

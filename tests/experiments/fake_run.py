@@ -33,7 +33,7 @@ def composed(
         "model": {"name": "auto", "path": None, "load_format": None, "dtype": "auto", "config": None},
         "engine": {},
         "attention": {"torch": {"decode": "torch"}},
-        "size": {"name": "smoke", "rounds": 3, "samples": 3, "timeout_s": 60},
+        "size": {"name": "smoke", "rounds": 3, "samples": 3, "timeout_s": 300},
         "bench": {"suite": SUITE, "points": list(points), **(bench or {})},
         "sizes": {"smoke": {}},
         "run": options | run,

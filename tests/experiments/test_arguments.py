@@ -56,7 +56,7 @@ def test_hydras_completion_knows_groups_and_options() -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=True,
         )
         assert done.stdout.split() == [expected]

@@ -188,6 +188,6 @@ def test_settings_of_a_sweep_are_compared_each_with_its_own(tmp_path: Path) -> N
 def test_the_command_works(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", {"x": 100.0}, 1), write(tmp_path / "b", {"x": 150.0}, 2)
     command = [sys.executable, "-m", "experiments.compare", a, b]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr
     assert "1 regression" in done.stdout

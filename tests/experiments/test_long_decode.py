@@ -27,6 +27,7 @@ SMALL = (
     "bench.engine_batch_sizes=[1,3]",
     "bench.engine_context_lens=[64]",
     "bench.engine_steps=2",
+    "run.timeout_s=600",
 )
 
 

@@ -45,6 +45,7 @@ def test_the_guide_works_as_printed(tmp_path: Path, number: int) -> None:
         "bench.batch_sizes=[2]",
         "size.rounds=2",
         "run.plots=false",
+        "run.timeout_s=300",
         "device=cpu",
     ]
     done = subprocess.run(
@@ -53,7 +54,7 @@ def test_the_guide_works_as_printed(tmp_path: Path, number: int) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

