@@ -1,4 +1,4 @@
-"""A suite of points that behave as told, for tests of what surrounds them: ok, raise, oom, hang, kill, leak, log."""
+"""A suite of points that behave as told, for tests of what surrounds them: see behave."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+HANG_S = 600
+"""Longer than anyone waits."""
+
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """points: a behaviour each. rows: of a good point. log: a file to which each execution appends its number."""
+    """points: a behaviour each. rows: of a good point. log: a file to which each execution, when it begins, appends its
+    number and process. gate: the file for which a point that waits does so.
+    """
 
     points: Sequence[str]
     rows: int = 3
     seconds: float = 0.0
     log: str | None = None
+    gate: str | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -52,7 +58,7 @@ class FakeSuite(Suite):
             with Path(chosen.log).open("a") as log:
                 log.write(f"{point.params['context_len']} {os.getpid()}\n")
         time.sleep(chosen.seconds)
-        behave(point.params["behaviour"])
+        behave(point.params["behaviour"], chosen.gate)
         base = float(point.params["context_len"])
         return [
             context.row(point, status="ok", round=i, time_us=base * (1 + 0.01 * i), bytes=1000, flops=10)
@@ -72,14 +78,19 @@ class FakeSuite(Suite):
         }
 
 
-def behave(behaviour: str) -> Any:
-    """What the name says."""
+def behave(behaviour: str, gate: str | None) -> Any:
+    """What the name says: raise, oom, hang, wait, kill, interrupt; or nothing (ok)."""
     if behaviour == "raise":
         raise RuntimeError("this point always fails")
     if behaviour == "oom":
         raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
     if behaviour == "hang":
-        time.sleep(600)
+        time.sleep(HANG_S)
+    if behaviour == "wait":
+        assert gate is not None
+        deadline = time.monotonic() + HANG_S
+        while not Path(gate).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
     if behaviour == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "interrupt":
