@@ -21,6 +21,7 @@ from kernels.decode.split_kv import SplitKVDecode
 from kernels.decode.split_kv_fused import SplitKVFusedDecode
 from kernels.decode.split_kv_tma import SplitKVTmaDecode
 from kernels.decode.stream_k import StreamKDecode
+from kernels.decode.stream_k_tma import StreamKTmaDecode
 from kernels.decode.torch_paged import TorchDecode
 from kernels.registry import Registry, UnknownKernelError
 
@@ -51,6 +52,7 @@ for _kernel in (
     PlannedDecode(),
     FixedSplitDecode(),
     StreamKDecode(),
+    StreamKTmaDecode(),
     SharedPrefixDecode(),
     SdpaDecode(),
     FlashInferDecode(),

@@ -78,6 +78,17 @@ def _merge_splits(
 
 
 @triton.jit
+def merge_step(acc, peak, total, partial, lse):
+    """acc [HEADS, DIM], peak and total [HEADS] with more results: partial [HEADS, CHUNK, DIM], lse [HEADS, CHUNK]."""
+    new_peak = tl.maximum(peak, tl.max(lse, 1))
+    origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(lse - origin[:, None])
+    decay = tl.exp2(peak - origin)
+    acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partial, 1)
+    return acc, new_peak, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
 def merge_heads(
     partial_ptr,
     lse_ptr,
@@ -110,13 +121,7 @@ def merge_heads(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_peak = tl.maximum(peak, tl.max(lse, 1))
-        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(lse - origin[:, None])
-        decay = tl.exp2(peak - origin)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partial, 1)
-        total = total * decay + tl.sum(weights, 1)
-        peak = new_peak
+        acc, peak, total = merge_step(acc, peak, total, partial, lse)
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 

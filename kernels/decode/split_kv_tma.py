@@ -8,36 +8,15 @@ import torch
 from torch import Tensor
 
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.launch import Call, TritonDecodeKernel
+from kernels.decode.launch import Call
 from kernels.decode.merge import chunk_for, merge_splits, partial_numel, partial_views
 from kernels.decode.online_softmax import load_queries, normalised
-from kernels.decode.planner import TileShape, head_rows, head_tiles, max_partials, plan_splits
-from kernels.triton_support import INTERPRETING, dot_dtype, tl, triton
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no triton here: unavailable() says so
-    TensorDescriptor = None
+from kernels.decode.planner import head_rows, head_tiles, max_partials, plan_splits
+from kernels.decode.tma import MAX_TILE, TmaDecodeKernel, attend_tile, descriptor, shape_of
+from kernels.triton_support import dot_dtype, tl, triton
 
 # Keys of a chunk: what a split takes at once. A split's first chunk is known before the context's length is.
-CHUNK_KEYS = 64
-
-# Elements of the output that a program accumulates, at most: more would spill on some GPUs.
-MAX_ACCUMULATOR = 8192
-
-
-@triton.jit
-def _attend_tile(q, k, v, valid, acc, peak, total, scale_log2, MASKED: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """One step of online softmax (base 2) over a tile of keys k and values v, both [TILE, DIM]."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    if MASKED:
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
-    decay = tl.exp2(peak - new_peak)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(DOT_DTYPE), v, acc * decay[:, None], input_precision="ieee")
-    return acc, new_peak, total
+CHUNK_KEYS = MAX_TILE
 
 
 @triton.jit
@@ -141,14 +120,14 @@ def _attend_chunks(
         place = [block, (tile % PER_BLOCK) * TILE, kv_head, 0]
         k = k_desc.load(place).reshape([TILE, DIM]).to(DOT_DTYPE)
         v = v_desc.load(place).reshape([TILE, DIM]).to(DOT_DTYPE)
-        acc, peak, total = _attend_tile(
+        acc, peak, total = attend_tile(
             q, k, v, present, acc, peak, total, scale_log2, MASKED=False, DOT_DTYPE=DOT_DTYPE
         )
     if owns_rest:
         if not EARLY_REST:
             k_rest = _load_rest(k_rest_ptr, rest_token * stride_k_token, present, DIM)
             v_rest = _load_rest(v_rest_ptr, rest_token * stride_v_token, present, DIM)
-        acc, peak, total = _attend_tile(
+        acc, peak, total = attend_tile(
             q,
             k_rest.to(DOT_DTYPE),
             v_rest.to(DOT_DTYPE),
@@ -176,34 +155,13 @@ def _attend_chunks(
         tl.store(lse_ptr + slots, lse, mask=heads < num_heads)
 
 
-class SplitKVTmaDecode(TritonDecodeKernel):
+class SplitKVTmaDecode(TmaDecodeKernel):
     """split_kv whose tiles TMA copies into shared memory, many in flight (base 2 throughout). For Hopper and later.
 
     A tile is a block, or an equal part of one: at blocks of 16 it takes many small steps, which few threads do best.
     """
 
     name = "split_kv_tma"
-
-    def unavailable(self, device: torch.device) -> str | None:
-        reason = super().unavailable(device)
-        on_gpu = device.type == "cuda" and torch.cuda.is_available()
-        if reason is None and on_gpu and torch.cuda.get_device_capability(device) < (9, 0):
-            return "TMA needs a GPU of compute capability 9.0 or later"
-        return reason
-
-    def supports(self, problem: DecodeProblem) -> str | None:
-        reason = super().supports(problem)
-        if reason is not None:
-            return reason
-        if problem.head_dim not in (16, 32, 64, 128, 256):
-            return f"head_dim is {problem.head_dim}, supported: powers of two from 16 to 256"
-        if problem.dtype == torch.float32 and problem.head_dim > 128:
-            return f"head_dim is {problem.head_dim}, the most in float32 is 128"
-        if head_rows(problem) * problem.head_dim > MAX_ACCUMULATOR:
-            return f"head_dim {problem.head_dim} for groups of {problem.group_size} query heads fills the registers"
-        if problem.block_size % 16:
-            return f"block_size is {problem.block_size}, supported: multiples of 16"
-        return None
 
     def plan(self, problem: DecodeProblem) -> dict[str, Any]:
         return {"num_splits": plan_splits(problem, shape_of(problem), self.name, CHUNK_KEYS)}
@@ -226,12 +184,7 @@ class SplitKVTmaDecode(TritonDecodeKernel):
         num_warps, num_stages: Triton's, all but one of the stages in flight. What is None is planned, for a full table.
         """
         problem = call.problem
-        shape = shape_of(problem)
-        shape = TileShape(tile or shape.tile, num_warps or shape.num_warps, num_stages or shape.num_stages)
-        if problem.block_size % shape.tile or shape.tile > CHUNK_KEYS:
-            raise ValueError(
-                f"tile is {shape.tile}, expected a divisor of block_size {problem.block_size} up to {CHUNK_KEYS}"
-            )
+        shape = shape_of(problem, tile, num_warps, num_stages)
         if num_splits is None:
             num_splits = plan_splits(problem, shape, self.name, CHUNK_KEYS)
         if num_splits < 1:
@@ -248,8 +201,8 @@ class SplitKVTmaDecode(TritonDecodeKernel):
             )
         _attend_chunks[(problem.num_kv_heads * head_tiles(problem), num_splits, problem.batch_size)](
             call.q,
-            _descriptor(call.k_cache, "k_cache", shape.tile),
-            _descriptor(call.v_cache, "v_cache", shape.tile),
+            descriptor(call.k_cache, "k_cache", shape.tile),
+            descriptor(call.v_cache, "v_cache", shape.tile),
             call.k_cache,
             call.v_cache,
             call.block_table,
@@ -287,20 +240,3 @@ def chunk_constexprs(problem: DecodeProblem, tile: int) -> dict[str, Any]:
         "EARLY_REST": tile == 16,  # a larger one would fill the registers meanwhile
         "DOT_DTYPE": dot_dtype(problem.dtype),
     }
-
-
-def shape_of(problem: DecodeProblem) -> TileShape:
-    """Two small tiles in flight or more, 24 KB of keys and values, in one warp: fastest on an H200."""
-    # One warp has no others to wait for, but holds no more of the accumulator than this.
-    warps = 8 if problem.dtype == torch.float32 else max(1, head_rows(problem) * problem.head_dim // 2048)
-    tile = 32 if problem.block_size % 32 == 0 else 16
-    in_flight = 24 * 1024 // (2 * tile * problem.head_dim * problem.dtype.itemsize)
-    return TileShape(tile, warps, min(8, max(2, in_flight) + 1), prefetch=True)
-
-
-def _descriptor(cache: Tensor, name: str, tile: int) -> Any:
-    """Of [blocks, block size, KV heads, head_dim], for boxes of `tile` keys of one head."""
-    aligned = all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3])
-    if not INTERPRETING and (not aligned or cache.data_ptr() % 16):
-        raise ValueError(f"{name}: TMA needs 16-byte alignment, got strides {tuple(cache.stride())}")
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, tile, 1, cache.shape[3]])

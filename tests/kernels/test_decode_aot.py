@@ -10,15 +10,25 @@ import torch
 
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import group_constexprs
-from kernels.decode.planner import SHARED_PER_SM, SHARED_RESERVED, TileShape, head_rows, padded_dim
+from kernels.decode.planner import (
+    REGISTERS_PER_SM,
+    SHARED_PER_SM,
+    SHARED_RESERVED,
+    WARPS_PER_SM,
+    TileShape,
+    head_rows,
+    head_tiles,
+    padded_dim,
+)
 from kernels.decode.shared_prefix import query_rows
+from kernels.decode.shares import merge_warps, merged_heads, padded_rows, slot_heads
 from kernels.decode.split_kv import shape_of as split_kv_shape
 from kernels.decode.split_kv_fused import NONCE, NONCE_BITS, merge_constexprs
 from kernels.decode.split_kv_tma import chunk_constexprs
 from kernels.decode.split_kv_tma import shape_of as tma_shape
-from kernels.decode.stream_k import CHUNK
+from kernels.decode.stream_k_tma import StreamKTmaDecode, programs_per_sm
 from kernels.triton_support import tl
-from tests.kernels.aot import SHARED_LIMIT, Launch, compile_launches
+from tests.kernels.aot import SHARED_LIMIT, Launch, Report, compile_launches
 
 # The shapes that come nearest to the limits of registers and shared memory.
 HARD = ("qwen3_bf16_p16", "bf16_mqa_d256", "fp32_mqa_d256")
@@ -96,18 +106,57 @@ def split_kv_fused(label: str, p: DecodeProblem, cooperative: bool = False) -> L
     )
 
 
-def stream_k(label: str, p: DecodeProblem, rows: int) -> list[Launch]:
-    constexprs = {"ROWS": rows, "SLOT_HEADS": min(p.group_size, head_rows(p))}
-    share = grouped("stream_k:_attend_share", label, p, **constexprs)
-    merged = {k: v for k, v in share.constexprs.items() if k not in ("BLOCK_SIZE", "DOT_DTYPE")}
-    types = dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32") | {
-        "context_lens_ptr": "*i32",
-        "out_ptr": f"*{ELEMENT[p.dtype]}",
-    }
-    return [
-        share,
-        Launch("kernels.decode.stream_k:_merge_shares", types, merged | {"CHUNK": CHUNK}, label=label),
-    ]
+def stream_k(label: str, p: DecodeProblem, rows: int) -> Launch:
+    return grouped("stream_k:_attend_share", label, p, ROWS=rows, SLOT_HEADS=slot_heads(p))
+
+
+def stream_k_tma(
+    label: str,
+    p: DecodeProblem,
+    rows: int = 64,
+    tile: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> Launch:
+    shape = tma_shape(p, tile, num_warps, num_stages)
+    element = ELEMENT[p.dtype]
+    return Launch(
+        kernel="kernels.decode.stream_k_tma:_attend_line_share",
+        types=dict.fromkeys(("q_ptr", "out_ptr"), f"*{element}")
+        | dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{element}[1, {shape.tile}, 1, {p.head_dim}]>")
+        | dict.fromkeys(("table_ptr", "context_lens_ptr"), "*i32")
+        | dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
+        | {"scale_log2": "fp32"},
+        constexprs=group_constexprs(p, shape.tile)
+        | {"DOT_DTYPE": DOT[p.dtype], "ROWS": rows, "SLOT_HEADS": slot_heads(p)},
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        label=f"{label} rows{rows} t{shape.tile}w{shape.num_warps}s{shape.num_stages}",
+    )
+
+
+def merge_shares(label: str, p: DecodeProblem, parts: int, line_items: int = 1) -> Launch:
+    heads, chunk = merged_heads(p, parts)
+    return Launch(
+        kernel="kernels.decode.shares:_merge_shares",
+        types=dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
+        | {"context_lens_ptr": "*i32", "out_ptr": f"*{ELEMENT[p.dtype]}"},
+        constexprs={
+            "GROUP": p.group_size,
+            "HEADS": head_rows(p),
+            "HEAD_TILES": head_tiles(p),
+            "HEAD_DIM": p.head_dim,
+            "DIM": padded_dim(p.head_dim),
+            "TILE": 16,
+            "ROWS": padded_rows(p.batch_size),
+            "SLOT_HEADS": slot_heads(p),
+            "LINE_ITEMS": line_items,
+            "MERGED_HEADS": heads,
+            "CHUNK": chunk,
+        },
+        num_warps=merge_warps(p, heads, chunk),
+        label=f"{label} {heads} heads {chunk} parts",
+    )
 
 
 def shared_prefix(label: str, p: DecodeProblem) -> Launch:
@@ -195,10 +244,19 @@ def launches() -> dict[str, list[Launch]]:
         + [split_kv_fp8("prefetch", FP8_PROBLEMS["qwen3_bf16_p16"], prefetch=True)],
         "split_kv_fused": [split_kv_fused(label, PROBLEMS[label]) for label in HARD]
         + [split_kv_fused("cooperative", PROBLEMS["qwen3_bf16_p16"], cooperative=True)],
-        "stream_k": [
-            launch
+        "stream_k": [stream_k(label, PROBLEMS[label], 256 if "p16" in label else 16) for label in HARD],
+        "stream_k_tma": [
+            stream_k_tma(label, PROBLEMS[label])
+            for label in (
+                *("qwen3_bf16_p16", "qwen3_bf16_p64", "qwen3_bf16_p256"),
+                *("bf16_group8_d256", "fp16_group7_d64", "fp32_mqa_d128"),
+            )
+        ]
+        + [stream_k_tma("many rows", PROBLEMS["qwen3_bf16_p16"], rows=1024)],
+        "merge_shares": [
+            merge_shares(label, replace(PROBLEMS[label], batch_size=rows), parts, line_items)
             for label in HARD
-            for launch in stream_k(label, PROBLEMS[label], 256 if "p16" in label else 16)
+            for rows, parts, line_items in ((1, 117, 1), (4, 30, 8), (16, 9, 1), (256, 3, 1))
         ],
         "shared_prefix": [shared_prefix(label, PROBLEMS[label]) for label in (*HARD, "qwen3_bf16_p64")],
         "split_kv_tma": [
@@ -218,8 +276,9 @@ def launches() -> dict[str, list[Launch]]:
     }
 
 
-# Bytes a thread that may spill, where not 0: two registers of addresses on sm_120.
-MAX_SPILLED = {"shared_prefix": 16}
+# Bytes a thread that may spill, where not 0: two registers of addresses on sm_120; three scalars on sm_90, outside the
+# loop over tiles, where ptxas gives two warps no more than 168 registers.
+MAX_SPILLED = {"shared_prefix": 16, "stream_k_tma": 16}
 
 
 @pytest.mark.parametrize("kernel", launches())
@@ -230,15 +289,44 @@ def test_compiles_and_fits(kernel: str) -> None:
         report.check(MAX_SPILLED.get(kernel, 0))
 
 
+def programs_held(report: Report) -> int:
+    """Programs that an SM of an H200 holds at once, by what the compiler reports."""
+    warps = report.launch.num_warps
+    by_registers = REGISTERS_PER_SM // (32 * warps * (-(-report.registers // 8) * 8))
+    by_shared = SHARED_PER_SM // (report.shared + SHARED_RESERVED)
+    return min(by_registers, by_shared, WARPS_PER_SM // warps)
+
+
 def test_planned_programs_run_at_once() -> None:
     """As many programs an SM as the planner counts on: registers and shared memory of an H200 hold them all."""
     found = compile_launches(launches()["split_kv"][: len(PROBLEMS)], capabilities=(90,))
     for report, p in zip(found, PROBLEMS.values(), strict=True):
-        warps = report.launch.num_warps
-        by_registers = 65536 // (32 * warps * (-(-report.registers // 8) * 8))
-        by_shared = SHARED_PER_SM // (report.shared + SHARED_RESERVED)
-        planned = split_kv_shape(p).programs_per_sm(p)
-        assert planned <= min(by_registers, by_shared, 64 // warps), report
+        assert split_kv_shape(p).programs_per_sm(p) <= programs_held(report), report
+
+
+def test_stream_k_tma_fills_an_sm() -> None:
+    """Its default grid is what runs at once, no program more; at head_dim 64 and 128 in bf16 none less either."""
+    exact = [
+        problem(heads=(8 * group, 8), head_dim=head_dim, block_size=block_size)
+        for group in (2, 4, 8)
+        for head_dim in (64, 128)
+        for block_size in (16, 64)
+    ]
+    others = [p for p in PROBLEMS.values() if StreamKTmaDecode().supports(p) is None]
+    others += [problem(heads=(64, 2)), problem(heads=(64, 1))]
+    shapes = [(p, tma_shape(p)) for p in exact + others]
+    shapes += [
+        (p, tma_shape(p, tile, None, stages))
+        for p, tile, stages in [(exact[-2], 16, 3), (exact[-1], 16, 4), (exact[-1], 64, 2), (exact[0], 16, 3)]
+    ]
+    found = compile_launches(
+        [stream_k_tma("", p, 64, s.tile, s.num_warps, s.num_stages) for p, s in shapes], capabilities=(90,)
+    )
+    for report, (p, shape) in zip(found, shapes, strict=True):
+        assert programs_per_sm(p, shape) <= programs_held(report), report
+        assert (
+            p not in exact or shape != tma_shape(p) or programs_per_sm(p, shape) == programs_held(report)
+        ), report
 
 
 def test_an_a100_cannot_read_fp8() -> None:
