@@ -109,6 +109,7 @@ class ModelRunner:
         return {
             "num_kv_blocks": self.num_kv_blocks,
             "decode_attention": self.kernels.decode.name,
+            "layer_fusion": self.config.layer_fusion,
             "prefill_attention": self.kernels.prefill.name,
             "use_triton": self.kernels.use_triton,
             "uses_cuda_graphs": self.uses_cuda_graphs,

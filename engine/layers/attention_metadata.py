@@ -16,7 +16,8 @@ from kernels.prefill import PrefillKernel
 @dataclass(frozen=True)
 class KernelChoice:
     """The attention kernels, whether norms, activation, RoPE and KV writes take their Triton or torch path, and what
-    decode steps of few rows fuse: with Triton alone. persistent_layers: those of the fewest run kernels/persistent."""
+    decode steps of few rows fuse: with Triton alone. persistent_layers: the fewest run
+    kernels/persistent (Decoder.prepare_persistent_layers)."""
 
     decode: DecodeKernel
     prefill: PrefillKernel

@@ -2,8 +2,8 @@
 
 Modules carry Transformers' names (embed_tokens, layers.i.self_attn, norm, lm_head, ...) so that forward hooks can
 compare the two layer by layer. Residual additions are fused into the norm that follows, or, in decode steps of few
-rows that KernelChoice.fusion takes, into the product before (there modules within a layer are not called). With
-KernelChoice.persistent_layers the steps of fewest rows are one launch (there no layer is called).
+rows that KernelChoice.fusion takes, into the product before (there modules within a layer are not called). After
+prepare_persistent_layers the steps of fewest rows are one launch (there no layer is called).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from kernels.decode.planner import device_sm_count
 from kernels.persistent.kernel import FIELDS, NUM_PHASES, layers_kernel
 from kernels.triton_support import INTERPRETING, dot_dtype, on_device, triton
 
-MAX_ROWS = 4
+MAX_ROWS = 2
 """Rows at most: products are made on the plain cores, a row at a time."""
 
 MAX_GROUP = 16
@@ -66,7 +66,7 @@ class LayerShape:
                 f"num_q_heads is {self.num_q_heads}, expected a multiple of num_kv_heads {self.num_kv_heads}"
             )
         if self.num_q_heads // self.num_kv_heads > MAX_GROUP:
-            return f"{self.num_q_heads // self.num_kv_heads} query heads share a KV head, the limit is {MAX_GROUP}"
+            return f"num_q_heads is {self.num_q_heads}, the limit is {MAX_GROUP} for each KV head"
         for name in ("hidden_size", "intermediate_size"):
             if getattr(self, name) % 8:  # rows of weights that begin at multiples of 16 bytes
                 return f"{name} is {getattr(self, name)}, expected a multiple of 8"
@@ -104,7 +104,7 @@ class LayerTile:
 
     numel: int = 16384
     block_k: int = 2048
-    keys: int = 64
+    keys: int = 32
     num_warps: int = 8
 
     def __post_init__(self) -> None:
@@ -112,13 +112,16 @@ class LayerTile:
             value = getattr(self, field)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{field} is {value}, expected a power of two from 1 on")
-        if self.keys < 16 or self.block_k < 8 or self.numel < 2 * self.block_k:
-            raise ValueError(f"keys must be at least 16, block_k 8 and numel 2 * block_k, got {self}")
+        for field, least in (("keys", 16), ("block_k", 8), ("numel", 2 * self.block_k)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field} is {getattr(self, field)}, the least is {least}")
 
     @classmethod
-    def of_rows(cls, rows: int) -> LayerTile:
-        """As many weights as leave registers for the rows' sums."""
-        return cls() if rows <= 2 else cls(numel=8192, block_k=1024)
+    def of(cls, head_dim: int, dtype: torch.dtype) -> LayerTile:
+        """What leaves registers for the rest: half the weights in fp32, half the keys where theirs are large."""
+        return cls(
+            numel=16384 if dtype.itemsize == 2 else 8192, keys=32 if head_dim * dtype.itemsize <= 256 else 16
+        )
 
     def of_product(self, in_features: int) -> tuple[int, int]:
         """(outputs, inputs) of a tile of weights."""
@@ -164,7 +167,7 @@ class PersistentLayers:
 
     weights: of each layer FIELDS' tensors that shape.weight_shapes() names, [out_features, in_features] contiguous,
     all of one dtype; they must stay where they are. num_programs: of the grid; all must run at once, so a GPU gets one
-    for each multiprocessor. tile: None for LayerTile.of_rows. Raises ValueError for a shape that is unsupported and,
+    for each multiprocessor. tile: None for LayerTile.of. Raises ValueError for a shape that is unsupported and,
     naming layer and field, for weights that do not fit.
 
     Scratch and barrier are the object's own: its calls must follow one another on one stream, as in an engine.
@@ -181,14 +184,22 @@ class PersistentLayers:
         reason = shape.unsupported()
         if reason is not None:
             raise ValueError(f"persistent layers: {reason}")
+        if not weights:
+            raise ValueError("weights has no layers, the least is 1")
         self.shape = shape
-        self.tile = tile
-        self._weights = [dict(layer) for layer in weights]  # the table's addresses hold while these live
-        first = self._weights[0]["input_norm"]
+        # Detached, so that the table's addresses are good as long as this lives, whatever becomes of the parameters.
+        self._weights = [{name: weight.detach() for name, weight in layer.items()} for layer in weights]
+        first = next(iter(self._weights[0].values()), torch.empty(0))
         self.dtype, self.device = first.dtype, first.device
         for i, layer in enumerate(self._weights):
             self._check(i, layer)
-        self.num_programs = num_programs or device_sm_count(self.device)
+        self.tile = tile or LayerTile.of(shape.head_dim, self.dtype)
+        self.num_programs = device_sm_count(self.device) if num_programs is None else num_programs
+        if self.num_programs < shape.num_kv_heads:
+            raise ValueError(
+                f"num_programs is {self.num_programs}, the least is num_kv_heads, {shape.num_kv_heads}: each attends "
+                "to one KV head"
+            )
         table = [
             [layer[name].data_ptr() if name in layer else 0 for name in FIELDS] for layer in self._weights
         ]
@@ -224,9 +235,9 @@ class PersistentLayers:
         token included, 0 for a padding row; slot_mapping [rows] int64, where the new token's KV goes, -1 for nowhere.
         All on the weights' device, stream and kv_cache in their dtype. Raises ValueError for what does not fit.
         """
-        self._check_call(stream, kv_cache, block_table)
+        self._check_call(stream, positions, cos_sin, kv_cache, block_table, context_lens, slot_mapping)
         rows, num_layers = stream.shape[0], len(self._weights)
-        tile = self.tile or LayerTile.of_rows(rows)
+        tile = self.tile
         constexprs = layer_constexprs(self.shape, tile, rows, kv_cache.shape[3], self.dtype)
         # The interpreter's programs run one after another: there each phase is a launch.
         in_turn = INTERPRETING and self.num_programs > 1
@@ -281,10 +292,19 @@ class PersistentLayers:
             if (weight.dtype, weight.device) != (self.dtype, self.device) or weight.data_ptr() % 16:
                 raise ValueError(
                     f"layer {index}: {name} must be {self.dtype} on {self.device} at a multiple of 16 bytes, got "
-                    f"{weight.dtype} on {weight.device}"
+                    f"{weight.dtype} on {weight.device} at {weight.data_ptr():#x}"
                 )
 
-    def _check_call(self, stream: Tensor, kv_cache: Tensor, block_table: Tensor) -> None:
+    def _check_call(
+        self,
+        stream: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        context_lens: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
         shape, rows = self.shape, stream.shape[0]
         if not 0 < rows <= self.max_rows:
             raise ValueError(f"stream has {rows} rows, the limit is {self.max_rows}")
@@ -302,10 +322,32 @@ class PersistentLayers:
         reason = unsupported_block_size(kv_cache.shape[3])
         if reason is not None:
             raise ValueError(f"kv_cache: {reason}")
-        for name, tensor in (("stream", stream), ("kv_cache", kv_cache)):
-            if tensor.dtype != self.dtype:
-                raise ValueError(f"{name} must be {self.dtype}, as the weights are, got {tensor.dtype}")
-        if block_table.shape[0] != rows or block_table.stride(1) != 1:
+        if cos_sin.shape[1:] != (2, shape.head_dim // 2) or not cos_sin.is_contiguous():
+            raise ValueError(
+                f"cos_sin must be contiguous [max_position, 2, {shape.head_dim // 2}], got shape "
+                f"{tuple(cos_sin.shape)}, strides {cos_sin.stride()}"
+            )
+        if block_table.dim() != 2 or block_table.shape[0] != rows or block_table.stride(1) != 1:
             raise ValueError(
                 f"block_table must be [{rows}, max_blocks], got shape {tuple(block_table.shape)}"
             )
+        for name, tensor in (
+            ("positions", positions),
+            ("context_lens", context_lens),
+            ("slot_mapping", slot_mapping),
+        ):
+            if tensor.shape != (rows,) or not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous [{rows}], got shape {tuple(tensor.shape)}")
+        for name, tensor, dtype in (
+            ("stream", stream, self.dtype),
+            ("kv_cache", kv_cache, self.dtype),
+            ("positions", positions, torch.int64),
+            ("cos_sin", cos_sin, torch.float32),
+            ("block_table", block_table, torch.int32),
+            ("context_lens", context_lens, torch.int32),
+            ("slot_mapping", slot_mapping, torch.int64),
+        ):
+            if (tensor.dtype, tensor.device) != (dtype, self.device):
+                raise ValueError(
+                    f"{name} must be {dtype} on {self.device}, got {tensor.dtype} on {tensor.device}"
+                )

@@ -3,6 +3,10 @@
 Weights go from memory to registers, 16 bytes a load; a tile is BLOCK_N outputs by BLOCK_K inputs. The outputs are dealt
 out in stripes of BLOCK_N: program p has stripes p, p + P, p + 2 P, ... of the P programs, and goes through a stripe
 BLOCK_K inputs a step, then through the next, without a pause in its loads.
+
+Sixteen-bit numbers travel as words of two: the compiler takes pairs of such registers apart before it lets a loop turn,
+and so waits at every turn for what it has only just asked memory for. Two steps a turn, each with a tile of its own,
+spare it from moving tiles among registers, which is as bad.
 """
 
 from __future__ import annotations
@@ -35,19 +39,33 @@ def _load_weights(
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K] of weight [OUT, IN]: this program's tile of a step, zeros past the matrix."""
-    CHUNKS: tl.constexpr = tl.cdiv(IN, BLOCK_K)
+    """Words of [BLOCK_N, BLOCK_K] of weight [OUT, IN]: this program's tile of a step, zeros past the matrix."""
+    CHUNKS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
+    PER_WORD: tl.constexpr = 32 // weight_ptr.dtype.element_ty.primitive_bitwidth
     n = _stripe(step // CHUNKS) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = step % CHUNKS * BLOCK_K + tl.arange(0, BLOCK_K)
+    k = step % CHUNKS * (BLOCK_K // PER_WORD) + tl.arange(0, BLOCK_K // PER_WORD)
     mask = (n < OUT)[:, None]
     if IN % BLOCK_K:
-        mask = mask & (k < IN)[None, :]
+        mask = mask & (k < IN // PER_WORD)[None, :]
+    row = _weight_row(n, OUT, GATED).to(tl.int64)
     return tl.load(
-        weight_ptr + _weight_row(n, OUT, GATED).to(tl.int64)[:, None] * IN + k[None, :],
+        weight_ptr.to(tl.pointer_type(tl.int32)) + row[:, None] * (IN // PER_WORD) + k[None, :],
         mask=mask,
-        other=0.0,
+        other=0,
         eviction_policy="evict_first",
     )
+
+
+@triton.jit
+def _number(words, HIGH: tl.constexpr, dtype: tl.constexpr):
+    """fp32 of the lower or the higher number in each word; of the word itself where dtype fills it."""
+    if dtype == tl.bfloat16:
+        bits = words & -65536 if HIGH else words << 16
+        return bits.to(tl.float32, bitcast=True)
+    if dtype == tl.float16:
+        bits = words >> 16 if HIGH else words
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return words.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -88,50 +106,47 @@ def product(
     """This program's outputs of x [rows, IN] by weight [OUT, IN], into out_ptr [rows, OUT].
 
     weights: first_weights. NORM: of rms_norm(x) with norm_ptr's weight. ADD: onto what out_ptr holds. GATED: weight is
-    gate and up, and out [rows, OUT / 2] is silu(gate) * up. ROWS: rows up to 1, 2 or 4. BLOCK_IN: IN up to a power of
-    two. Sums are fp32; each is rounded where the separate kernels round.
+    gate and up, and out [rows, OUT / 2] is silu(gate) * up. ROWS: 1 or 2, the most that rows can be. BLOCK_IN: IN up to
+    a power of two. Sums are fp32; each is rounded where the separate kernels round.
     """
-    CHUNKS: tl.constexpr = tl.cdiv(IN, BLOCK_K)
+    CHUNKS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
     first, second = weights
     # A sum a row, each a variable of its own: as one tensor they would change places among threads.
     sums0 = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     sums1 = sums0
-    sums2 = sums0
-    sums3 = sums0
     scale0 = _norm_scale(x_ptr, 0, rows, eps, IN, BLOCK_IN, NORM)
     scale1 = _norm_scale(x_ptr, 1, rows, eps, IN, BLOCK_IN, NORM and ROWS > 1)
-    scale2 = _norm_scale(x_ptr, 2, rows, eps, IN, BLOCK_IN, NORM and ROWS > 2)
-    scale3 = _norm_scale(x_ptr, 3, rows, eps, IN, BLOCK_IN, NORM and ROWS > 2)
     stripes = (tl.cdiv(OUT, BLOCK_N) - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
-    for step in tl.range(0, stripes * CHUNKS, num_stages=1):
-        third = _load_weights(weight_ptr, step + 2, IN, OUT, BLOCK_N, BLOCK_K, GATED)
-        chunk = step % CHUNKS
-        # In the weights' own layout, each thread what it multiplies: no exchange through shared memory.
-        k = (chunk * BLOCK_K + tl.arange(0, BLOCK_K))[None, :] + tl.zeros([BLOCK_N, 1], tl.int32)
-        norm = tl.load(norm_ptr + k, mask=k < IN, other=0.0) if NORM else None
-        kept = tl.where(chunk == 0, 0.0, 1.0)
-        sums0 = kept * sums0 + _products(first, x_ptr, 0, rows, k, norm, scale0, IN, BLOCK_N, BLOCK_K, NORM)
-        if ROWS > 1:
-            sums1 = kept * sums1 + _products(
-                first, x_ptr, 1, rows, k, norm, scale1, IN, BLOCK_N, BLOCK_K, NORM
+    for turn in tl.range(0, stripes * CHUNKS, 2, num_stages=1):
+        for half in tl.static_range(2):
+            step = turn + half  # the last may lie past the end: then all of it is masked
+            tile = second if half else first
+            sums0, sums1 = _add_products(
+                tile,
+                x_ptr,
+                norm_ptr,
+                sums0,
+                sums1,
+                scale0,
+                scale1,
+                step % CHUNKS,
+                rows,
+                IN,
+                ROWS,
+                BLOCK_N,
+                BLOCK_K,
+                NORM,
             )
-        if ROWS > 2:
-            sums2 = kept * sums2 + _products(
-                first, x_ptr, 2, rows, k, norm, scale2, IN, BLOCK_N, BLOCK_K, NORM
-            )
-            sums3 = kept * sums3 + _products(
-                first, x_ptr, 3, rows, k, norm, scale3, IN, BLOCK_N, BLOCK_K, NORM
-            )
-        if chunk == CHUNKS - 1:
-            n = _stripe(step // CHUNKS) * BLOCK_N
-            _store_stripe(sums0, bias_ptr, out_ptr, 0, rows, n, OUT, BLOCK_N, BIAS, GATED, ADD)
-            if ROWS > 1:
-                _store_stripe(sums1, bias_ptr, out_ptr, 1, rows, n, OUT, BLOCK_N, BIAS, GATED, ADD)
-            if ROWS > 2:
-                _store_stripe(sums2, bias_ptr, out_ptr, 2, rows, n, OUT, BLOCK_N, BIAS, GATED, ADD)
-                _store_stripe(sums3, bias_ptr, out_ptr, 3, rows, n, OUT, BLOCK_N, BIAS, GATED, ADD)
-        first = second
-        second = third
+            if step % CHUNKS == CHUNKS - 1:
+                n = _stripe(step // CHUNKS) * BLOCK_N
+                _store_stripe(sums0, bias_ptr, out_ptr, 0, rows, n, OUT, BLOCK_N, BIAS, GATED, ADD)
+                if ROWS > 1:
+                    _store_stripe(sums1, bias_ptr, out_ptr, 1, rows, n, OUT, BLOCK_N, BIAS, GATED, ADD)
+            tile = _load_weights(weight_ptr, step + 2, IN, OUT, BLOCK_N, BLOCK_K, GATED)
+            if half:
+                second = tile
+            else:
+                first = tile
 
 
 @triton.jit
@@ -143,6 +158,40 @@ def _norm_scale(x_ptr, row, rows, eps, IN: tl.constexpr, BLOCK_IN: tl.constexpr,
         x = tl.load(x_ptr + row * IN + k, mask=(k < IN) & (row < rows), other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 0) / IN + eps)
     return scale
+
+
+@triton.jit
+def _add_products(
+    weights,
+    x_ptr,
+    norm_ptr,
+    sums0,
+    sums1,
+    scale0,
+    scale1,
+    chunk,
+    rows,
+    IN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """The rows' sums [BLOCK_N, BLOCK_K / 8] with a chunk's products added; the first chunk begins them anew."""
+    CHUNKS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
+    PER_WORD: tl.constexpr = 32 // x_ptr.dtype.element_ty.primitive_bitwidth
+    # In the weights' own layout, each thread what it multiplies: no exchange through shared memory.
+    k = chunk * (BLOCK_K // PER_WORD) + tl.arange(0, BLOCK_K // PER_WORD)
+    k = k[None, :] + tl.zeros([BLOCK_N, 1], tl.int32)
+    norm = None
+    if NORM:
+        norm = tl.load(norm_ptr.to(tl.pointer_type(tl.int32)) + k, mask=k < IN // PER_WORD, other=0)
+    products = _products(weights, x_ptr, 0, rows, k, norm, scale0, IN, BLOCK_N, BLOCK_K, NORM)
+    sums0 = products if CHUNKS == 1 else tl.where(chunk == 0, 0.0, sums0) + products
+    if ROWS > 1:
+        products = _products(weights, x_ptr, 1, rows, k, norm, scale1, IN, BLOCK_N, BLOCK_K, NORM)
+        sums1 = products if CHUNKS == 1 else tl.where(chunk == 0, 0.0, sums1) + products
+    return sums0, sums1
 
 
 @triton.jit
@@ -159,15 +208,31 @@ def _products(
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K / 8]: weights [BLOCK_N, BLOCK_K] by the inputs k of a row, summed over eight neighbours.
+    """[BLOCK_N, BLOCK_K / 8]: a tile of weights by a row's words k, summed over eight neighbouring inputs.
 
     Those eight are in one thread; what is left is summed when a stripe is complete.
     """
-    x = tl.load(x_ptr + row * IN + k, mask=(k < IN) & (row < rows), other=0.0)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
+    x = tl.load(
+        x_ptr.to(tl.pointer_type(tl.int32)) + row * (IN // PER_WORD) + k,
+        mask=(k < IN // PER_WORD) & (row < rows),
+        other=0,
+    )
+    products = _number(weights, False, dtype) * _input(x, norm, scale, False, dtype, NORM)
+    if PER_WORD == 2:
+        products += _number(weights, True, dtype) * _input(x, norm, scale, True, dtype, NORM)
+    return tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // 8, 8 // PER_WORD]), 2)
+
+
+@triton.jit
+def _input(x, norm, scale, HIGH: tl.constexpr, dtype: tl.constexpr, NORM: tl.constexpr):
+    """fp32 of one number in each word of x; NORM: normalised by its row's scale and the weights in norm's words."""
+    number = _number(x, HIGH, dtype)
     if NORM:
-        x = ((x.to(tl.float32) * scale).to(x.dtype).to(tl.float32) * norm.to(tl.float32)).to(x.dtype)
-    products = weights.to(tl.float32) * x.to(tl.float32)
-    return tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // 8, 8]), 2)
+        number = (number * scale).to(dtype).to(tl.float32) * _number(norm, HIGH, dtype)
+        number = number.to(dtype).to(tl.float32)
+    return number
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,10 @@ def _rank(rank: int, size: int, work: Callable[..., Any], directory: str, args: 
 
 
 def threads_of_gloo() -> list[str]:
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended since
+            names.append(path.read_text())
     return [name for name in names if "gloo" in name]
 
 
@@ -63,7 +68,10 @@ def threads_before_and_after_leaving(group: ParallelGroup) -> tuple[list[str], l
     group.all_reduce(torch.ones(3))
     before = threads_of_gloo()
     dist.destroy_process_group()
-    return before, threads_of_gloo()
+    deadline = time.monotonic() + 30  # a joined thread is listed for a moment more
+    while (after := threads_of_gloo()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return before, after
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads the names of threads from /proc")

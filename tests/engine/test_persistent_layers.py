@@ -127,11 +127,11 @@ def test_a_choice_of_kernels_without_triton_is_refused() -> None:
 def test_on_a_gpu_graphs_and_eager_steps_give_the_tokens_of_separate_kernels(
     checkpoint: Path, calls: list[int]
 ) -> None:
-    """One to five requests at once: the fifth makes steps of more rows than one launch takes."""
-    prompts = [[1 + i, 7, 3 + 2 * i] for i in range(5)]
-    for count in (1, 2, 3, 5):
+    """One to four requests at once: the third makes steps of more rows than one launch takes."""
+    prompts = [[1 + i, 7, 3 + 2 * i] for i in range(4)]
+    for count in (1, 2, 3, 4):
         expected = tokens(checkpoint, prompts[:count], 40, layer_fusion="off")
         for enforce_eager in (False, True):
             options = {"layer_fusion": "persistent", "enforce_eager": enforce_eager}
             assert tokens(checkpoint, prompts[:count], 40, **options) == expected
-    assert set(calls) == {1, 2, 3, 4}
+    assert set(calls) == {1, 2}

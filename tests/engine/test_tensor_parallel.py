@@ -268,7 +268,7 @@ def test_two_processes_of_torchrun_are_the_ranks(tmp_path):
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

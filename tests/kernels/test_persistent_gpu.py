@@ -20,7 +20,7 @@ LARGE = dataclasses.replace(SMALL, hidden_size=5120, intermediate_size=25600, nu
 LLAMA = LayerShape(2048, 8192, 32, 8, 64, 1e-5, qk_norm=False, attention_bias=True, mlp_bias=True)
 
 
-@pytest.mark.parametrize("contexts", [[1], [1040], [5000, 300], [17, 0, 2049], [64, 65, 1, 900]], ids=str)
+@pytest.mark.parametrize("contexts", [[1], [1040], [5000, 300], [0, 2049], [64, 65]], ids=str)
 @pytest.mark.parametrize("shape", [SMALL, MIDDLE, LARGE, LLAMA], ids=["0.6b", "8b", "32b", "llama"])
 def test_equals_the_separate_kernels(device, shape, contexts):
     """In bf16 against fp32 of the same weights: no farther from it than twice the separate kernels in bf16 are."""
