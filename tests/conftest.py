@@ -1,6 +1,8 @@
 """Shared test set-up. The first lines choose Triton's interpreter before anything imports triton."""
 
 import os
+import signal
+import threading
 
 # Only a CUDA device can run compiled kernels; without one, every Triton kernel runs in the interpreter.
 # Triton reads the variable once, at its first import, and neither torch nor transformers imports it.
@@ -14,6 +16,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 import pytest
+
+# A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests start and interrupt.
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
     from hypothesis import HealthCheck, settings
