@@ -10,9 +10,9 @@ from torch import Tensor
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import Call
 from kernels.decode.merge import chunk_for, merge_splits, partial_numel, partial_views
-from kernels.decode.online_softmax import load_queries, normalised
+from kernels.decode.online_softmax import attend_tile, load_queries, normalised
 from kernels.decode.planner import head_rows, head_tiles, max_partials, plan_splits
-from kernels.decode.tma import MAX_TILE, TmaDecodeKernel, attend_tile, descriptor, shape_of
+from kernels.decode.tma import MAX_TILE, TmaDecodeKernel, descriptor, shape_of
 from kernels.triton_support import dot_dtype, tl, triton
 
 # Keys of a chunk: what a split takes at once. A split's first chunk is known before the context's length is.

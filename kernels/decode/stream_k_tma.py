@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import Call, group_constexprs
-from kernels.decode.online_softmax import load_queries
+from kernels.decode.online_softmax import attend_tile, load_queries
 from kernels.decode.planner import (
     REGISTERS_PER_SM,
     SHARED_PER_SM,
@@ -30,7 +30,7 @@ from kernels.decode.shares import (
     slots_numel,
     slots_of,
 )
-from kernels.decode.tma import TmaDecodeKernel, attend_tile, descriptor, shape_of
+from kernels.decode.tma import TmaDecodeKernel, descriptor, shape_of
 from kernels.triton_support import tl, triton
 
 # Keys that a program should at least have: with fewer, more programs only make more partial results.

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.launch import TritonDecodeKernel
 from kernels.decode.planner import TileShape, head_rows
-from kernels.triton_support import INTERPRETING, tl, triton
+from kernels.triton_support import INTERPRETING
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -22,25 +22,6 @@ MAX_TILE = 64
 
 # Elements of the output that a program accumulates, at most: more would spill on some GPUs.
 MAX_ACCUMULATOR = 8192
-
-
-@triton.jit
-def attend_tile(q, k, v, valid, acc, peak, total, scale_log2, MASKED: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """One step of online softmax (base 2) over a tile of keys k and values v, both [TILE, DIM].
-
-    With MASKED only the keys that are valid [TILE] count, but the others must be finite too. Where no key has been
-    valid, all weigh the same: values of zero then give zero, not NaN.
-    """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    if MASKED:
-        # Finite, and below any score: infinity minus infinity would be NaN where no key is valid.
-        scores = tl.where(valid[None, :], scores, -3.0e38)
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
-    decay = tl.exp2(peak - new_peak)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(DOT_DTYPE), v, acc * decay[:, None], input_precision="ieee")
-    return acc, new_peak, total
 
 
 class TmaDecodeKernel(TritonDecodeKernel):

@@ -8,7 +8,7 @@ nobody waits for their write into the cache.
 from __future__ import annotations
 
 from kernels.decode.merge import merge_head
-from kernels.decode.online_softmax import normalised
+from kernels.decode.online_softmax import attend_tile, normalised
 from kernels.triton_support import tl, triton
 
 
@@ -86,28 +86,36 @@ def attend_cached(
     acc = tl.zeros([HEADS, HEAD_DIM], tl.float32)
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
+    offsets = tl.arange(0, TILE)
     if start < end:
-        acc, peak, total = _attend_tile(q, k, v, start, end, acc, peak, total, scale_log2, TILE, DOT_DTYPE)
+        acc, peak, total = attend_tile(
+            q,
+            k.to(DOT_DTYPE),
+            v.to(DOT_DTYPE),
+            start + offsets < end,
+            acc,
+            peak,
+            total,
+            scale_log2,
+            MASKED=True,
+            DOT_DTYPE=DOT_DTYPE,
+        )
     for here in tl.range(start + TILE, end, TILE, num_stages=4):
         k = load_keys(k_ptr, table_ptr, here, end, stride_block, BLOCK_SIZE, STRIDE_TOKEN, HEAD_DIM, TILE)
         v = load_keys(v_ptr, table_ptr, here, end, stride_block, BLOCK_SIZE, STRIDE_TOKEN, HEAD_DIM, TILE)
-        acc, peak, total = _attend_tile(q, k, v, here, end, acc, peak, total, scale_log2, TILE, DOT_DTYPE)
+        acc, peak, total = attend_tile(
+            q,
+            k.to(DOT_DTYPE),
+            v.to(DOT_DTYPE),
+            here + offsets < end,
+            acc,
+            peak,
+            total,
+            scale_log2,
+            MASKED=True,
+            DOT_DTYPE=DOT_DTYPE,
+        )
     return acc, peak, total
-
-
-@triton.jit
-def _attend_tile(
-    q, k, v, here, end, acc, peak, total, scale_log2, TILE: tl.constexpr, DOT_DTYPE: tl.constexpr
-):
-    """One step of online softmax over the keys here .. here + TILE - 1 that lie before end: at least one."""
-    scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * scale_log2
-    scores = tl.where((here + tl.arange(0, TILE) < end)[None, :], scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
-    decay = tl.exp2(peak - new_peak)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * decay[:, None], input_precision="ieee")
-    return acc, new_peak, total
 
 
 @triton.jit
