@@ -27,7 +27,8 @@ test: setup
 
 # What needs a CUDA device: compiled kernels, graphs, ranks. WORKERS: processes that share the GPU and the cores.
 test-gpu: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'gpu and not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'gpu and not slow and not alone' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'gpu and not slow and alone' $(ARGS)
 
 # The tests of `make test`, a third slower, and the lines of the three packages that they ran.
 coverage:

@@ -35,7 +35,7 @@ class EngineConfig:
     decode_attention: str = "auto"
     prefill_attention: str = "auto"
     layer_fusion: Literal["auto", "off", "on", "persistent"] = "auto"
-    all_reduce: Literal["auto", "torch", "one_shot"] = "torch"
+    all_reduce: Literal["auto", "torch", "one_shot"] = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9

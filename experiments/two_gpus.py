@@ -62,11 +62,11 @@ class Setup:
     out: Path
     scratch: Path | None
     num_tokens: int
-    all_reduce: str = "torch"
+    all_reduce: str = "auto"
 
     def label(self, name: str) -> str:
         """Of the folder or file of a suite or part."""
-        ending = "" if self.all_reduce == "torch" else f"-{self.all_reduce}"
+        ending = "" if self.all_reduce == "auto" else f"-{self.all_reduce}"
         return f"{name}-{self.model}-tp{self.tp}{ending}"
 
     @property
@@ -342,7 +342,7 @@ def suite_overrides(setup: Setup, name: str) -> list[str]:
     """What experiments.run is to be told for one of SUITES; the run's folder is OUT/LABEL."""
     overrides = SUITES[name].replace("TP", str(setup.tp)).split()
     overrides += [f"model={setup.model}", f"device={setup.device}", "size=full", "run.isolate=false"]
-    if setup.all_reduce != "torch":
+    if setup.all_reduce != "auto":
         overrides.append(f"engine.all_reduce={setup.all_reduce}")
     return [*overrides, f"run.folder={setup.out / setup.label(name)}"]
 
@@ -385,7 +385,7 @@ def main() -> int:
         "--scratch", type=Path, help="where the checkpoint is written (default: the temporary folder)"
     )
     parser.add_argument("--num-tokens", type=int, default=64, help="of the parts that compare tokens")
-    parser.add_argument("--all-reduce", default="torch", help="how ranks sum, as LLM(all_reduce=...)")
+    parser.add_argument("--all-reduce", default="auto", help="how ranks sum, as LLM(all_reduce=...)")
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

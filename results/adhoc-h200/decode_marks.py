@@ -17,6 +17,7 @@ AIMS = {(1, 4096): 8, (1, 32768): 38, (1, 131072): 127, (8, 4096): 37, (16, 4352
 RAGGED = tuple(int(128 * 256 ** ((0.5 + 37 * row % 64) / 64)) for row in range(64))
 PAGED = ("planned", "split_kv", "split_kv_tma", "fixed_split", "stream_k")
 start, out, limit = time.time(), Path(sys.argv[1]), float(sys.argv[2])
+out.mkdir(parents=True, exist_ok=True)
 device = torch.device("cuda", 0)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 start, out, limit = time.time(), Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 90.0
+out.mkdir(parents=True, exist_ok=True)
 GPU = torch.cuda.is_available()
 if not GPU:
     import os

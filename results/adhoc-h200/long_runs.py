@@ -4,6 +4,7 @@
     python results/adhoc-h200/long_runs.py long      --model qwen3_0_6b --out long.json        # 8,192 + 32,768 tokens
     python results/adhoc-h200/long_runs.py soak      --model qwen3_0_6b --out soak.json --seconds 50
     python results/adhoc-h200/long_runs.py breakdown --model qwen3_8b   --out step.json --batch 16 --context 4096
+    python results/adhoc-h200/long_runs.py prefill   --model qwen3_8b   --out prompts.json --batch 16 --context 4096
 
 Exit code 1 if what must hold does not. --device cpu --model tiny_qwen3 and smaller numbers try it without a GPU.
 """
@@ -73,7 +74,13 @@ def open_llm(options: argparse.Namespace, **more) -> LLM:
     model = yaml.safe_load((ROOT / "conf" / "model" / f"{options.model}.yaml").read_text())["config"]
     start = time.perf_counter()
     llm = LLM(
-        model, load_format="dummy", skip_tokenizer_init=True, device=options.device, seed=options.seed, **more
+        model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device=options.device,
+        seed=options.seed,
+        layer_fusion=options.layer_fusion,
+        **more,
     )
     print(
         f"{options.model}: ready in {time.perf_counter() - start:.1f} s, {llm.runner.num_kv_blocks} KV blocks"
@@ -311,6 +318,61 @@ def breakdown(options: argparse.Namespace) -> tuple[bool, dict]:
     return bool(spans), result
 
 
+def prefill(options: argparse.Namespace) -> tuple[bool, dict]:
+    """Where the time of prompts goes: --batch prompts of --context tokens, one token each, traced from first to last."""
+    rng = random.Random(options.seed)
+    with open_llm(
+        options,
+        max_model_len=options.context + 1,
+        max_num_seqs=options.batch,
+        enable_prefix_caching=False,
+    ) as llm:
+        engine = llm.engine
+        on_gpu = llm.runner.device.type == "cuda"
+
+        def submit() -> None:
+            params = SamplingParams(temperature=options.temperature, max_tokens=1, ignore_eos=True)
+            for _ in range(options.batch):
+                engine.add_request([rng.randrange(engine.vocab_size) for _ in range(options.context)], params)
+
+        def drain() -> int:
+            steps = 0
+            while engine.has_unfinished_requests():
+                engine.step_finished()
+                steps += 1
+            if on_gpu:
+                torch.cuda.synchronize()
+            return steps
+
+        walls = []
+        for _ in range(3):
+            submit()
+            start = time.perf_counter()
+            drain()
+            walls.append(time.perf_counter() - start)
+        submit()
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as prof:
+            steps = drain()
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in prof.events()
+        if (event.device_type == DeviceType.CUDA if on_gpu else event.cpu_parent is None)
+        and event.time_range.end > event.time_range.start
+    ]
+    tokens = options.batch * options.context
+    result = {
+        "batch": options.batch,
+        "context": options.context,
+        "steps": steps,
+        "wall_s": walls,
+        "prefill_tok_s": [tokens / wall for wall in walls],
+        **tally(spans, steps),
+    }
+    show(result, options.top)
+    print([round(rate) for rate in result["prefill_tok_s"]], "tokens/s")
+    return bool(spans), result
+
+
 def tally(spans: list[tuple[str, float, float]], num_steps: int) -> dict:
     """Spans (name, start, end in us) of one stream, a step: time by name, time covered, and the gaps before each name.
 
@@ -367,7 +429,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["pool", "long", "soak", "breakdown"])
+    parser.add_argument("part", choices=["pool", "long", "soak", "breakdown", "prefill"])
     parser.add_argument("--model", default="qwen3_0_6b", help="a file of conf/model/")
     parser.add_argument("--out", required=True, help="the JSON file to write")
     parser.add_argument("--device", default="auto")
@@ -380,6 +442,7 @@ def main() -> int:
     parser.add_argument(
         "--growth-mib", type=float, default=64, help="pool, soak: memory that may grow in the last third"
     )
+    parser.add_argument("--layer-fusion", default="auto", help="as LLM(layer_fusion=...)")
     parser.add_argument("--requests", type=int, default=2000, help="pool")
     parser.add_argument("--every", type=float, default=1.0, help="pool: seconds between samples")
     parser.add_argument("--prompt-len", type=int, default=8192, help="long")

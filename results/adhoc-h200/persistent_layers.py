@@ -97,6 +97,7 @@ def main() -> None:
     record = provenance.capture(
         device, seed=0, overrides=sys.argv[1:], device_name=device_name(device), cwd=Path.cwd()
     )
+    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "persistent_layers-provenance.json").write_text(json.dumps(record, indent=1))
     with (args.out / "persistent_layers.jsonl").open("w") as file:
 

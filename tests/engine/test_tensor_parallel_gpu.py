@@ -125,6 +125,7 @@ def test_one_shot_sums_of_ranks_that_share_a_gpu_are_refused():
 
 
 @two_gpus
+@pytest.mark.alone
 def test_both_gpus_pools_are_sized_alike():
     model = QWEN3 | {"max_position_embeddings": 40_960, "num_hidden_layers": 16, "head_dim": 128}
     with LLM(

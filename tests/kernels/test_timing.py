@@ -155,6 +155,7 @@ def test_cpu_ceilings_are_plausible() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_cold_and_hot_on_a_gpu() -> None:
     """8 MB of input: hot lies in the L2 and beats the memory's rate, cold does not exceed it."""
     size = 8 << 20
@@ -182,6 +183,7 @@ def test_what_cannot_be_captured_is_timed_by_events() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_graphs_time_agrees_with_a_known_amount_of_work() -> None:
     """Four times the bytes, far beyond the cache, take about four times as long."""
     small, large = (torch.rand(n << 26, device=CUDA) for n in (1, 4))
@@ -193,6 +195,7 @@ def test_a_graphs_time_agrees_with_a_known_amount_of_work() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_gpu_ceilings_are_plausible() -> None:
     assert 1e11 < ceilings.read_bandwidth(CUDA) < 2e13
     assert 1e12 < ceilings.matmul_rate(CUDA, torch.bfloat16) < 1e16
