@@ -15,6 +15,7 @@ import torch
 INDEX_BYTES = 4  # block_table, context_lens, query_start_loc: int32
 SCALE_BYTES = 4  # of an fp8 cache, a KV head: fp32
 SLOT_BYTES = 8  # slot_mapping, positions, token ids: int64
+SETTING_BYTES = 8  # temperature, top_k, top_p and the uniform number of a sampled row: fp64 and int64
 
 
 @dataclass(frozen=True)
@@ -144,3 +145,8 @@ def embedding(num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Cost:
 def greedy(num_rows: int, vocab_size: int, dtype: torch.dtype) -> Cost:
     """The logits read once, one id a row written; a comparison an element."""
     return Cost(num_rows * (vocab_size * dtype.itemsize + SLOT_BYTES), num_rows * vocab_size)
+
+
+def sample(num_rows: int, vocab_size: int, dtype: torch.dtype) -> Cost:
+    """As greedy, with a row's four settings. What is kept by top-k and top-p, a few tokens, counts nothing."""
+    return greedy(num_rows, vocab_size, dtype) + Cost(4 * SETTING_BYTES * num_rows, 0)

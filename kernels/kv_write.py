@@ -23,9 +23,9 @@ def write_kv(
         return
     if not len(slot_mapping):
         return
-    if slot_mapping.is_cuda:
-        # Without a boolean selection, which waits for the device: padding repeats the first real token's
-        # write. A batch of padding alone rewrites slot 0 with what it holds.
+    if slot_mapping.is_cuda or torch.compiler.is_compiling():
+        # Without a boolean selection, which waits for the device and which no compiler can follow: padding repeats
+        # the first real token's write. A batch of padding alone rewrites slot 0 with what it holds.
         is_real = slot_mapping >= 0
         source = torch.where(
             is_real, torch.arange(len(slot_mapping), device=k.device), is_real.int().argmax()

@@ -71,11 +71,7 @@ def sample(
     then no device is waited for. A row that is not finite gets some id: ask `finite_rows` about it.
     use_triton is the faster path on a GPU, where no row is sorted; its exponentials are fp32.
     """
-    _check(logits, temperature, top_k, top_p)
-    if uniform.shape != logits.shape[:1] or uniform.dtype != torch.float64:
-        raise ValueError(
-            f"uniform must be [{logits.shape[0]}] float64, got shape {tuple(uniform.shape)} {uniform.dtype}"
-        )
+    _check(logits, temperature, top_k, top_p, uniform)
     uniform = uniform.to(logits.device)
     if use_triton:
         drawn, has_top_k, has_top_p = _row_kinds(temperature, top_k, top_p, logits.shape[1])
@@ -92,17 +88,27 @@ def sample(
         )
     ids = greedy(logits)
     for rows, weights in _drawn_weights(logits, temperature, top_k, top_p):
-        cumulative = weights.cumsum(-1)
-        total = cumulative[:, -1:]
-        # uniform is below 1, but its product with total may round up to total.
-        target = (uniform[rows, None] * total).long().minimum(total - 1)
-        # The first id whose cumulative weight exceeds the target: so it has a weight of its own.
-        drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-        ids[rows] = torch.where(total.squeeze(1) > 0, drawn, ids[rows])
+        ids[rows] = _draw(weights, uniform[rows], ids[rows])
     return ids
 
 
-def _check(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+def sample_filtered(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """What `sample` does on torch with rows that are all drawn and filtered, without a decision on the host.
+
+    So it can be captured and compiled, and compared with the Triton path alone. Arguments as of `sample`, each
+    temperature positive, all on one device; their values are not checked. All rows are one piece, whose scratch takes
+    about 64 bytes a logit.
+    """
+    _check(logits, temperature, top_k, top_p, uniform)
+    weights = _filter(_weights(logits, temperature), logits, top_k, top_p)
+    return _draw(weights, uniform, greedy(logits))
+
+
+def _check(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor | None = None
+) -> None:
     if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point():
         raise ValueError(
             "logits must be [rows, vocab_size] floating point, "
@@ -113,6 +119,10 @@ def _check(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) ->
             raise ValueError(
                 f"{name} must be [{logits.shape[0]}] as logits has rows, got shape {tuple(parameter.shape)}"
             )
+    if uniform is not None and (uniform.shape != logits.shape[:1] or uniform.dtype != torch.float64):
+        raise ValueError(
+            f"uniform must be [{logits.shape[0]}] float64, got shape {tuple(uniform.shape)} {uniform.dtype}"
+        )
 
 
 def _row_kinds(
@@ -165,3 +175,14 @@ def _filter(weights: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Te
     reached = (cumulative - ranked).double() >= top_p.double()[:, None] * kept_total
     dropped = (rank >= limit) | (reached & (rank > 0) & (top_p < 1)[:, None])
     return torch.zeros_like(weights).scatter_(1, order, ranked.masked_fill_(dropped, 0))
+
+
+def _draw(weights: Tensor, uniform: Tensor, otherwise: Tensor) -> Tensor:
+    """The id of each row in whose share of the cumulative weights `uniform` falls; `otherwise` where all are 0."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # uniform is below 1, but its product with total may round up to total.
+    target = (uniform[:, None] * total).long().minimum(total - 1)
+    # The first id whose cumulative weight exceeds the target: so it has a weight of its own.
+    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return torch.where(total.squeeze(1) > 0, drawn, otherwise)

@@ -80,6 +80,7 @@ def test_a_row_without_queries_reads_no_keys() -> None:
         (costs.linear(3, 100, 50, BF16, bias=True), 2 * (5000 + 300 + 150 + 50)),
         (costs.embedding(3, 100, BF16), 3 * (200 + 200 + 8)),
         (costs.greedy(3, 1000, torch.float32), 3 * (4000 + 8)),
+        (costs.sample(3, 1000, torch.float32), 3 * (4000 + 8 + 32)),
     ],
 )
 def test_bytes_of_elementwise_operations(cost: Cost, num_bytes: int) -> None:

@@ -69,6 +69,17 @@ def test_padding_alone_and_no_tokens(use_triton, device):
             assert cache.isnan().all()
 
 
+@pytest.mark.parametrize("slots", [[5, -1, 7], [-1, -1, -1], [0, 3, 2]])
+def test_the_torch_path_can_be_traced_as_one_graph(slots):
+    """Padding is written by no branch on the values of slots: the caches become what they do without a compiler."""
+    k, v = tokens(3, 2, 8, torch.float32, torch.device("cpu"))
+    mapping = torch.tensor(slots)
+    plain, traced = ([torch.full((2, 4, 2, 8), -1.0) for _ in range(2)] for _ in range(2))
+    write_kv(k, v, *plain, mapping, use_triton=False)
+    torch.compile(write_kv, backend="eager", fullgraph=True)(k, v, *traced, mapping, use_triton=False)
+    assert torch.equal(torch.stack(traced), torch.stack(plain))
+
+
 @pytest.mark.parametrize("use_triton", [False, True])
 def test_slots_past_2_31_elements(use_triton, device):
     """The pool is virtual memory: few of its pages are ever touched."""

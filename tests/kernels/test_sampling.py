@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kernels.sampling import filtered_probs, finite_rows, greedy, sample
+from kernels.sampling import filtered_probs, finite_rows, greedy, sample, sample_filtered
 
 NAN, INF = float("nan"), float("inf")
 QWEN_VOCABULARY = 151_936
@@ -255,6 +255,19 @@ def test_pieces_do_not_change_rows(monkeypatch):
     whole = sample(logits, *args)
     monkeypatch.setattr("kernels.sampling.PIECE_ELEMENTS", 300)
     assert torch.equal(sample(logits, *args), whole)
+
+
+@pytest.mark.parametrize(
+    "run", [sample_filtered, torch.compile(sample_filtered, backend="eager", fullgraph=True)]
+)
+def test_rows_that_are_all_filtered_need_no_decision_on_the_host(run):
+    """The same tokens, also in one graph, in which a decision would be an error."""
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(5)).mul(8).round() / 4  # with ties
+    logits[7] = NAN
+    arguments = (*parameters(40, 0.6, 50, 0.9), torch.linspace(0, 0.999, 40, dtype=torch.float64))
+    ids = run(logits, *arguments)
+    assert torch.equal(ids, sample(logits, *arguments))
+    assert len(set(ids.tolist())) > 10
 
 
 def test_rows_that_are_not_finite_spoil_only_themselves():
