@@ -1,9 +1,10 @@
 """The only code that times device work.
 
 Two cache states, always named beside the number. "cold": at least COLD_FACTOR times the cache passes between two
-uses of the same bytes. On a GPU the callables rotate over as many input sets as that takes; on a CPU, where each
-call is timed by itself, a buffer larger than the cache is swept before each, outside the timed region. "hot": the
-same inputs again and again.
+uses of the same bytes. On a GPU the callables rotate over as many input sets as that takes; where that would be
+thousands of tiny ones, or a rotation far longer than a sample, a sample uses each of a few sets once, and COLD_FACTOR
+caches are written over before it, outside the timed region. On a CPU, where each call is timed by itself, a buffer
+larger than the cache is swept before each in the same way. "hot": the same inputs again and again.
 
 A GPU sample is one replay of a CUDA graph of many calls over their number, or, where a callable cannot be
 captured, of the same calls between two events ("cuda_event", which then holds launch gaps). A CPU sample is one
@@ -33,6 +34,14 @@ COLD_FACTOR = 5
 
 # A GPU sample lasts at least this long, so that the events' resolution and the replay's start vanish in it.
 SAMPLE_US = 2000.0
+
+# Input sets at most: in a graph a call takes a microsecond at least, so that a sample needs no more. Without this
+# limit one token's norm of 1,024 elements would want 51,201 sets to rotate over on an H200.
+MAX_INPUT_SETS = 2048
+
+# Whole rotations are sampled unless they would take so many samples' time. What is swept instead leaves a cache full of
+# bytes that wait to be written back; calls that move COLD_FACTOR caches in ten samples' time or more do not notice.
+MAX_ROTATION = 10
 
 # Bytes swept before a cold CPU call: COLD_FACTOR caches, within these bounds.
 SWEEP_BOUNDS = (64 << 20, 256 << 20)
@@ -69,16 +78,17 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def num_input_sets(bytes_per_set: int, device: torch.device, cache_state: CacheState) -> int:
-    """How many input sets of bytes_per_set a variant needs, so that rotating over them is cold.
+    """How many input sets of bytes_per_set a variant needs to be timed in that state.
 
-    Between two uses of one set all others are used: COLD_FACTOR caches' worth of bytes at least.
+    Between two uses of one set all others are used: COLD_FACTOR caches' worth of bytes at least. MAX_INPUT_SETS of them
+    are enough, however small: time_interleaved does not rotate over so many, but sweeps the cache before each sample.
     """
     _check_state(cache_state)
     if bytes_per_set < 1:
         raise ValueError(f"bytes_per_set is {bytes_per_set}, the least is 1")
     if cache_state == "hot" or device.type != "cuda":
         return 1
-    return 1 + -(-COLD_FACTOR * cache_bytes(device) // bytes_per_set)
+    return min(1 + -(-COLD_FACTOR * cache_bytes(device) // bytes_per_set), MAX_INPUT_SETS)
 
 
 def time_interleaved(
@@ -97,8 +107,8 @@ def time_interleaved(
 
     variants: name -> one callable per input set (see num_input_sets); "hot" uses the first alone.
     samples: per variant and round. rng: the order; None for a fixed seed.
-    agree: from how often a GPU's graph should repeat its calls to how often it does. Where calls wait for those of
-    other processes, it has to give all of these one number, and all of them time the same variants with the same rng.
+    agree: from how many calls a GPU's sample should hold to how many it does. Where calls wait for those of other
+    processes, it has to give all of these one number, and all of them time the same variants with the same rng.
     clock, sweep: of the CPU path, seconds and what evicts the cache before a cold call; replaceable in tests.
     """
     _check_state(cache_state)
@@ -110,7 +120,10 @@ def time_interleaved(
     rng = rng or random.Random(0)
     chosen = {name: calls[:1] if cache_state == "hot" else calls for name, calls in variants.items()}
     if device.type == "cuda":
-        samplers: dict[str, _Sampler] = {n: _GpuSampler(calls, device, agree) for n, calls in chosen.items()}
+        sweep_gpu = _gpu_sweep(device) if cache_state == "cold" else _nothing
+        samplers: dict[str, _Sampler] = {
+            name: _GpuSampler(calls, device, agree, sweep_gpu) for name, calls in chosen.items()
+        }
     else:
         evict = _nothing if cache_state == "hot" else sweep or _cpu_sweep()
         samplers = {name: _CpuSampler(calls, clock, evict) for name, calls in chosen.items()}
@@ -153,34 +166,49 @@ class _CpuSampler(_Sampler):
         return 1e6 * (self._clock() - start)
 
 
-class _GpuSampler(_Sampler):
-    """A CUDA graph of whole rotations over the input sets; the same calls between events if capture fails."""
+def calls_of_sample(calls: Sequence[Call], wanted: int) -> tuple[list[Call], bool]:
+    """What a GPU sample of `wanted` calls or more is, and whether the cache has to be swept before it.
 
-    def __init__(self, calls: Sequence[Call], device: torch.device, agree: Callable[[int], int]) -> None:
+    Whole rotations over all calls, a set each, or, where those are too many (MAX_INPUT_SETS, MAX_ROTATION), the first
+    `wanted` of them, once.
+    """
+    if len(calls) >= MAX_INPUT_SETS or len(calls) > MAX_ROTATION * wanted:
+        return list(calls[:wanted]), True
+    return list(calls) * math.ceil(wanted / len(calls)), False
+
+
+class _GpuSampler(_Sampler):
+    """A CUDA graph of a sample's calls; the same calls between events if capture fails."""
+
+    def __init__(
+        self, calls: Sequence[Call], device: torch.device, agree: Callable[[int], int], sweep: Call
+    ) -> None:
         self._device = device
         self._calls = list(calls)
+        self._sweep = _nothing
         with torch.cuda.device(device):
             for call in calls:  # compiles, and allocates what is kept between calls
                 call()
             self._run, self.method = self._capture()
             (per_call,) = self.take(1)
-            rotations = agree(math.ceil(SAMPLE_US / (per_call * len(calls))))
-            if rotations > 1:
-                self._calls = self._calls * rotations
+            self._calls, swept = calls_of_sample(calls, agree(math.ceil(SAMPLE_US / per_call)))
+            if swept:
+                self._sweep = sweep
+            if len(self._calls) != len(calls):
                 self._run, self.method = self._capture()
 
     def take(self, count: int) -> tuple[float, ...]:
         # Runs follow one another without the host in between: each starts while the device is still busy.
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         with torch.cuda.device(self._device):
             self._run()
-            for event in events[:-1]:
-                event.record()
+            for start, end in spans:
+                self._sweep()
+                start.record()
                 self._run()
-            events[-1].record()
-            events[-1].synchronize()
-        pairs = itertools.pairwise(events)
-        return tuple(1000.0 * start.elapsed_time(end) / len(self._calls) for start, end in pairs)
+                end.record()
+            spans[-1][1].synchronize()
+        return tuple(1000.0 * start.elapsed_time(end) / len(self._calls) for start, end in spans)
 
     def _run_calls(self) -> None:
         for call in self._calls:
@@ -199,6 +227,11 @@ class _GpuSampler(_Sampler):
             torch.cuda.synchronize()
             return self._run_calls, "cuda_event"
         return graph.replay, "cuda_graph"
+
+
+def _gpu_sweep(device: torch.device) -> Call:
+    """Writes COLD_FACTOR caches' worth of bytes, after which the cache holds nothing else."""
+    return torch.empty(COLD_FACTOR * cache_bytes(device), dtype=torch.uint8, device=device).zero_
 
 
 def _cpu_sweep() -> Call:

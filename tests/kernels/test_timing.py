@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 
 from kernels import ceilings
-from kernels.timing import COLD_FACTOR, Timing, cache_bytes, num_input_sets, time_interleaved
+from kernels.timing import (
+    COLD_FACTOR,
+    MAX_INPUT_SETS,
+    Timing,
+    cache_bytes,
+    calls_of_sample,
+    num_input_sets,
+    time_interleaved,
+)
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -140,6 +149,65 @@ def test_input_sets_pass_enough_of_the_cache(monkeypatch: pytest.MonkeyPatch) ->
         assert num_input_sets(size, CPU, "cold") == 1
 
 
+def test_tiny_inputs_make_no_more_sets_than_a_sample_has_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.timing.cache_bytes", lambda device: 60 << 20)
+    assert num_input_sets(6144, CUDA, "cold") == num_input_sets(1, CUDA, "cold") == MAX_INPUT_SETS
+    least = -(-COLD_FACTOR * (60 << 20) // (MAX_INPUT_SETS - 2))
+    assert num_input_sets(least, CUDA, "cold") < MAX_INPUT_SETS
+
+
+def test_a_sample_is_whole_rotations_unless_they_are_too_long() -> None:
+    calls = [lambda i=i: i for i in range(30)]
+
+    def sample(num_calls: int, wanted: int) -> tuple[list[int], bool]:
+        chosen, swept = calls_of_sample((calls * 100)[:num_calls], wanted)
+        return [call() for call in chosen], swept
+
+    assert sample(1, 3) == ([0, 0, 0], False)
+    assert sample(3, 7) == ([0, 1, 2] * 3, False)
+    assert sample(30, 3) == (list(range(30)), False)  # ten samples' time, and no more
+    assert sample(30, 2) == ([0, 1], True)
+    assert sample(2, 1) == ([0, 1], False)
+    # So many sets need not be as large as the cache: they are swept however short they are, and none is used twice.
+    for wanted in (1000, 5000):
+        chosen, swept = sample(MAX_INPUT_SETS, wanted)
+        assert (len(chosen), swept) == (min(wanted, MAX_INPUT_SETS), True)
+
+
+@pytest.mark.parametrize(("num_sets", "calls_a_sample", "swept"), [(3, 225, False), (2100, 223, True)])
+def test_a_gpu_sample_holds_its_calls_and_no_sweep(
+    monkeypatch: pytest.MonkeyPatch, num_sets: int, calls_a_sample: int, swept: bool
+) -> None:
+    """Calls of 9 us on a GPU of the test's own, on which nothing can be captured."""
+    world = World()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            world.log.append("event")
+            self.at = world.now
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1000 * (end.at - self.at)
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("kernels.timing._gpu_sweep", lambda device: world.doing("sweep", 1.0))
+    capture = property(lambda self: lambda: (self._run_calls, "cuda_event"))
+    monkeypatch.setattr("kernels.timing._GpuSampler._capture", capture)
+    calls = [world.doing(f"call {i}", 9e-6) for i in range(num_sets)]
+    (found,) = time_interleaved({"a": calls}, device=CUDA, cache_state="cold", rounds=1, samples=2)["a"]
+    assert found.samples_us == pytest.approx((9.0, 9.0))
+    one = [*(["sweep"] * swept), "event", *(f"call {i % num_sets}" for i in range(calls_a_sample)), "event"]
+    assert world.log[-2 * len(one) :] == one * 2
+    assert world.log.count("sweep") == 2 * swept
+
+
 def test_a_failing_call_is_not_swallowed() -> None:
     def fail() -> None:
         raise RuntimeError("broken kernel")
@@ -171,6 +239,23 @@ def test_cold_and_hot_on_a_gpu() -> None:
         rates[state] = size / (1e-6 * min(timing.median for timing in found))
     assert rates["cold"] < 1.05 * ceiling
     assert rates["cold"] < rates["hot"]
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_swept_sample_takes_what_a_rotation_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 KB of input, once each of a few sets after a sweep, and by rotation over as many as pass the cache."""
+    size = 128 << 10
+    num_sets = 1 + COLD_FACTOR * cache_bytes(CUDA) // size
+    tensors = [torch.rand(size // 4, device=CUDA) for _ in range(max(num_sets, MAX_INPUT_SETS))]
+    calls = {"sum": [tensor.sum for tensor in tensors]}
+    medians = {}
+    for way, limit in (("swept", MAX_INPUT_SETS), ("rotation", 1 << 30)):
+        monkeypatch.setattr("kernels.timing.MAX_INPUT_SETS", limit)
+        found = time_interleaved(calls, device=CUDA, cache_state="cold", rounds=3)["sum"]
+        assert {each.method for each in found} == {"cuda_graph"}
+        medians[way] = min(each.median for each in found)
+    assert 0.9 < medians["swept"] / medians["rotation"] < 1.1, medians
 
 
 @pytest.mark.gpu
