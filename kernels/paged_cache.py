@@ -1,4 +1,4 @@
-"""Checks of what decode and prefill attention share: queries, a paged KV cache and its block table."""
+"""What decode and prefill attention share: checks of queries, a paged KV cache and its table, and a pool in order."""
 
 from __future__ import annotations
 
@@ -68,3 +68,25 @@ def check_paged_inputs(
     ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}")
+
+
+def rows_in_order(name: str, cache: Tensor, num_rows: int, row_blocks: int) -> Tensor:
+    """A pool whose blocks lie as tokens do, for kernels that know no paging: a view, nothing is gathered.
+
+    cache: [num_blocks, block_size, num_kv_heads, head_dim], called `name` in errors; row b has the row_blocks blocks
+        from b * row_blocks on.
+
+    Returns [num_rows, row_blocks * block_size, num_kv_heads, head_dim]. Raises ValueError where the pool has fewer
+    blocks, or something lies between one and the next.
+    """
+    num_blocks, block_size = cache.shape[:2]
+    if num_blocks < num_rows * row_blocks:
+        raise ValueError(
+            f"{name} has {num_blocks} blocks, fewer than {num_rows} rows of {row_blocks} blocks in order"
+        )
+    if cache.stride(0) != block_size * cache.stride(1):
+        raise ValueError(
+            f"{name}'s blocks are {cache.stride(0)} elements apart, expected {block_size * cache.stride(1)}: "
+            "in order, each ends where the next begins"
+        )
+    return cache[: num_rows * row_blocks].flatten(0, 1).unflatten(0, (num_rows, row_blocks * block_size))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs
+from kernels.paged_cache import rows_in_order
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -66,24 +67,16 @@ class SdpaDecode(DecodeKernel):
         if q.device.type == "cpu":
             _check_contiguous(block_table, context_lens, contiguous_len)
         out = torch.empty_like(q) if out is None else out
-        keys, values = (_as_sequences(cache, block_table, contiguous_len) for cache in (k_cache, v_cache))
+        keys, values = (
+            rows_in_order(name, cache, *block_table.shape)[:, :contiguous_len].transpose(1, 2)
+            for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))
+        )
         chosen = sdpa_kernel(BACKENDS[backend]) if backend else contextlib.nullcontext()
         with chosen:
             attended = F.scaled_dot_product_attention(
                 q[:, :, None], keys, values, scale=scale, enable_gqa=q.shape[1] != k_cache.shape[2]
             )
         return out.copy_(attended[:, :, 0])
-
-
-def _as_sequences(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """[batch, num_kv_heads, length, head_dim], a view."""
-    batch_size, width = block_table.shape
-    if cache.stride(0) != cache.shape[1] * cache.stride(1) or cache.shape[0] < batch_size * width:
-        raise ValueError(
-            f"the pool of {cache.shape[0]} blocks is not {batch_size} sequences of {width} blocks in a row"
-        )
-    rows = cache[: batch_size * width].unflatten(0, (batch_size, width)).flatten(1, 2)
-    return rows[:, :length].transpose(1, 2)
 
 
 def _check_contiguous(block_table: Tensor, context_lens: Tensor, length: int) -> None:
