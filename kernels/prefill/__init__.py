@@ -8,12 +8,15 @@ A kernel of another package joins through the entry-point group `decodelab.prefi
 """
 
 from kernels.prefill.contract import PrefillKernel, PrefillProblem, check_inputs
+from kernels.prefill.cudnn_sdpa import CudnnSdpaPrefill
+from kernels.prefill.flash_varlen import FlashVarlenPrefill
 from kernels.prefill.reference import ReferencePrefill
 from kernels.prefill.torch_sdpa import TorchPrefill
 from kernels.prefill.triton_flash import TritonPrefill
 from kernels.registry import Registry, UnknownKernelError
 
 __all__ = [
+    "CONTIGUOUS_ONLY",
     "PrefillKernel",
     "PrefillProblem",
     "UnknownKernelError",
@@ -30,5 +33,15 @@ available = _registry.available
 get = _registry.get
 register = _registry.register
 
-for _kernel in (ReferencePrefill(), TorchPrefill(), TritonPrefill()):
+_kernels: tuple[PrefillKernel, ...] = (
+    ReferencePrefill(),
+    TorchPrefill(),
+    TritonPrefill(),
+    FlashVarlenPrefill(),
+    CudnnSdpaPrefill(),
+)
+for _kernel in _kernels:
     register(_kernel.name)(_kernel)
+
+CONTIGUOUS_ONLY = tuple(kernel.name for kernel in _kernels if not kernel.paged)
+"""Peers of this project's kernels, which know no paging."""

@@ -21,6 +21,9 @@ class PrefillProblem:
 
     Lengths are in tokens: `max_query_len` is the longest chunk of the batch, `max_context_len` the
     longest sequence up to and including its chunk.
+
+    contiguous: row b's blocks are those from b * ceil(max_context_len / block_size) on, in order; for kernels that know
+    no paging. equal_lengths: every chunk is max_query_len and every context max_context_len, without padding.
     """
 
     batch_size: int
@@ -32,6 +35,8 @@ class PrefillProblem:
     max_context_len: int
     dtype: torch.dtype
     device: torch.device
+    contiguous: bool = False
+    equal_lengths: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "block_size"):
@@ -50,6 +55,8 @@ class PrefillKernel(ABC):
     """Causal attention of chunks of queries over a paged KV cache."""
 
     name: str
+    paged: bool = True
+    """Whether it reads the block table. One that does not serves comparisons only, on problems marked `contiguous`."""
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why the kernel cannot run on `device`, or None if it can."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from kernels import prefill
 from tests.engine.checkpoints import LLAMA, QWEN3, reference_model, write_random_checkpoint
 from tests.engine.greedy_reference import reference_ids, uneven_prompts
 
@@ -210,6 +211,7 @@ def test_a_mapping_with_dummy_weights_runs_and_repeats():
     [
         ({"decode_attention": "nope"}, r"decode_attention: .*nope.*single_pass.*split_kv"),
         ({"prefill_attention": "nope"}, r"prefill_attention: .*nope.*triton"),
+        ({"prefill_attention": "flash_varlen"}, r"prefill_attention 'flash_varlen' does not run on cpu here"),
         ({"device": "cuda:99"}, r"device is 'cuda:99', but \d+ CUDA device"),
         ({"device": "gpu"}, r"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
         ({"dtype": "int8"}, r"dtype must be one of auto, float32, float16, bfloat16, got 'int8'"),
@@ -230,6 +232,16 @@ def test_a_mapping_with_dummy_weights_runs_and_repeats():
 def test_bad_options_name_field_value_and_limit(tiny, options, message):
     with pytest.raises(ValueError, match=message):
         LLM(str(tiny), skip_tokenizer_init=True, **({"device": "cpu"} | options))
+
+
+@pytest.mark.parametrize("name", prefill.CONTIGUOUS_ONLY)
+def test_no_engine_runs_a_kernel_that_knows_no_paging(tiny, name, monkeypatch):
+    """Not even where the device could."""
+    monkeypatch.setattr(type(prefill.get(name)), "unavailable", lambda self, device: None)
+    with pytest.raises(
+        ValueError, match=rf"prefill_attention '{name}' cannot run this model: .* contiguous KV"
+    ):
+        LLM(str(tiny), device="cpu", skip_tokenizer_init=True, prefill_attention=name)
 
 
 def test_an_unknown_option_is_a_type_error(tiny):
