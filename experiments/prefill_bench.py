@@ -25,9 +25,17 @@ class PrefillInputs:
     query_start_loc: Tensor
 
 
+def variant_of(kernel: str) -> str:
+    """What a kernel's rows are called: nobody is to take one that knows no paging for one that does."""
+    return kernel if prefill.get(kernel).paged else f"{kernel}_contiguous"
+
+
 @dataclass(frozen=True)
 class PrefillBench:
-    """batch_size chunks of query_len tokens, each the end of a context of context_len."""
+    """batch_size chunks of query_len tokens, each the end of a context of context_len.
+
+    contiguous: each row's blocks in order, row after row, instead of shuffled, as PrefillProblem means it.
+    """
 
     batch_size: int
     query_len: int
@@ -39,6 +47,7 @@ class PrefillBench:
     dtype: str
     device: torch.device
     kernels: Sequence[str]
+    contiguous: bool = False
 
     @property
     def problem(self) -> PrefillProblem:
@@ -52,6 +61,8 @@ class PrefillBench:
             max_context_len=self.context_len,
             dtype=getattr(torch, self.dtype),
             device=self.device,
+            contiguous=self.contiguous,
+            equal_lengths=True,
         )
 
     @property
@@ -85,6 +96,7 @@ class PrefillBench:
             self.dtype,
             self.device,
             (),
+            contiguous=self.contiguous,
         ).make_inputs(generator)
         shape = (self.batch_size * self.query_len, self.num_q_heads, self.head_dim)
         q = torch.randn(shape, generator=generator, device=self.device, dtype=getattr(torch, self.dtype))
@@ -108,7 +120,8 @@ class PrefillBench:
         def bind(inputs: PrefillInputs) -> BoundCall:
             options = kernel.plan(self.problem)
             options |= {"workspace": kernel.workspace(self.problem, self.device)}
-            out = torch.full_like(inputs.q, float("nan"))
+            # A kernel that knows no paging is torch's, and makes its own output: another would cost it a copy.
+            out = torch.full_like(inputs.q, float("nan")) if kernel.paged else None
             return BoundCall(lambda: (self._call(kernel, inputs, out, options),))
 
         def probe() -> Any:
@@ -128,7 +141,9 @@ class PrefillBench:
                 kernel, tiny.make_inputs(torch.Generator(device=self.device).manual_seed(0)), None, {}
             )
 
-        return Candidate(name, bind, probe, {"prefill_attention": name}, kernel.supports(self.problem))
+        return Candidate(
+            variant_of(name), bind, probe, {"prefill_attention": name}, kernel.supports(self.problem)
+        )
 
     def _call(
         self, kernel: Any, inputs: PrefillInputs, out: Tensor | None, options: dict[str, Any]

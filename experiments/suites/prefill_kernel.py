@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ class PrefillKernelOptions:
     kernels: Any
     shapes: Any
     tensor_parallel: Any
+    contiguous: bool
     cache_states: Any
     max_interpreted_tokens: int
 
@@ -47,6 +49,7 @@ class PrefillKernelOptions:
         object.__setattr__(
             self, "tensor_parallel", options.positives("tensor_parallel", self.tensor_parallel)
         )
+        options.flag("contiguous", self.contiguous)
         states = options.choices("cache_states", self.cache_states, options.CACHE_STATES)
         object.__setattr__(self, "cache_states", states)
         options.positive("max_interpreted_tokens", self.max_interpreted_tokens)
@@ -55,17 +58,15 @@ class PrefillKernelOptions:
 class PrefillKernelSuite(Suite):
     name = "prefill_kernel"
     options = PrefillKernelOptions
+    columns: Mapping[str, str] = {
+        "contiguous": "boolean"
+    }  # the order of the blocks that all kernels were given
 
     def points(self, settings: Settings) -> list[Point]:
-        import torch
-
         from experiments.backends.engine import EngineSetup, division_refusal, model_columns
-        from kernels import prefill
 
         chosen = self.parse_options(settings)
-        kernels = chosen.kernels or [
-            n for n in prefill.available(torch.device(settings.device)) if n != "reference"
-        ]
+        kernels = chosen.kernels or _kernels(settings.device, chosen.contiguous)
         setup = EngineSetup(settings, settings.variants[0])
         points = []
         for tp, (batch_size, query_len, context_len) in itertools.product(
@@ -78,6 +79,7 @@ class PrefillKernelSuite(Suite):
                 "query_len": query_len,
                 "context_len": context_len,
                 "kernels": list(kernels),
+                "contiguous": chosen.contiguous,
                 "rounds": settings.size.rounds,
                 "samples": settings.size.samples,
                 "seed": settings.seed,
@@ -93,7 +95,7 @@ class PrefillKernelSuite(Suite):
         chosen = self.parse_options(context.settings)
         names = ("batch_size", "query_len", "context_len", "num_q_heads", "num_kv_heads", "head_dim")
         bench = PrefillBench(
-            **{name: point.params[name] for name in (*names, "block_size", "dtype", "kernels")},
+            **{name: point.params[name] for name in (*names, "block_size", "dtype", "kernels", "contiguous")},
             device=context.device,
         )
         return measure(
@@ -105,7 +107,9 @@ class PrefillKernelSuite(Suite):
         )
 
     def blank_rows(self, point: Point) -> list[dict[str, Any]]:
-        return [{"variant": name, "prefill_attention": name} for name in point.params["kernels"]]
+        from experiments.prefill_bench import variant_of
+
+        return [{"variant": variant_of(name), "prefill_attention": name} for name in point.params["kernels"]]
 
     def dtypes(self, settings: Settings) -> tuple[str, ...]:
         from experiments.backends.engine import EngineSetup
@@ -140,6 +144,14 @@ class PrefillKernelSuite(Suite):
                 number="{:.2f}",
             ),
         }
+
+
+def _kernels(device: str, contiguous: bool) -> Sequence[str]:
+    """All that run on the device but the reference; on contiguous KV, after them those that need it, run or not."""
+    from kernels import prefill
+
+    known = [name for name in prefill.available(device) if name != "reference" and prefill.get(name).paged]
+    return [*known, *(prefill.CONTIGUOUS_ONLY if contiguous else ())]
 
 
 SUITE = PrefillKernelSuite()
