@@ -16,7 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from experiments.devices import device_name
 from experiments.kernel_bench import TOLERANCES, relative_error
 from experiments.settings import Variant
 from kernels import decode, timing
-from kernels.decode import split_kv, split_kv_tma
-from kernels.decode.cost_model import CostModel, Gpu, Work, table_name
+from kernels.decode import planner, split_kv, split_kv_tma, stream_k_tma
+from kernels.decode.cost_model import CostModel, Gpu, SharesModel, Work, table_name
 from kernels.decode.planner import TileShape, device_sm_count, gpu_of, max_partials, work_of
 
 NUM_KV_HEADS, HEAD_DIM, DTYPE = 8, 128, "bfloat16"
@@ -58,7 +58,7 @@ GRID: tuple[tuple[int, tuple[int, ...]], ...] = (
 class Sample:
     """One measured choice. context_lens: of the rows; unit: keys that its splits are multiples of; time_us: median.
 
-    samples_us: by round.
+    samples_us: by round. num_stages: where they are not the kernel's own.
     """
 
     kernel: str
@@ -70,11 +70,18 @@ class Sample:
     context_lens: tuple[int, ...]
     time_us: float
     samples_us: tuple[tuple[float, ...], ...] = ()
+    num_stages: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, tuple[int, ...]]:
         """What is to be computed, whoever does it."""
         return self.num_q_heads, self.block_size, self.context_lens
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        stages = f" of {self.num_stages} stages" if self.num_stages else ""
+        return self.kernel if self.kernel in OF_SHARES else f"{self.kernel} x{self.num_splits}{stages}"
 
     def work(self) -> Work:
         """As the planner sees it."""
@@ -83,7 +90,9 @@ class Sample:
     def gpu(self, sm_count: int) -> Gpu:
         """As this kernel finds it."""
         problem = self.problem()
-        (shape,) = (each.shape_of(problem) for each in CONTENDERS if each.kernel == self.kernel)
+        shape = next(each.shape_of(problem) for each in CONTENDERS if each.kernel == self.kernel)
+        if self.num_stages is not None:
+            shape = replace(shape, num_stages=self.num_stages)
         return gpu_of(problem, shape, sm_count)
 
     def problem(self) -> decode.DecodeProblem:
@@ -108,23 +117,37 @@ def _bench(
 
 @dataclass(frozen=True)
 class Contender:
-    """A kernel of splits in the shape it takes for a problem; unit as in Sample."""
+    """A kernel in the shape it takes for a problem; unit as in Sample. lighter: with a stage less, in whole rows."""
 
     kernel: str
     shape_of: Callable[[decode.DecodeProblem], TileShape]
     unit: int | None
+    lighter: bool = False
+
+    def num_stages(self, problem: decode.DecodeProblem) -> int | None:
+        """As in Sample."""
+        return self.shape_of(problem).num_stages - 1 if self.lighter else None
 
     def splits(self, problem: decode.DecodeProblem) -> list[int]:
         """The numbers to measure: as many splits as a plan may have, a unit each at least."""
         shape = self.shape_of(problem)
+        if self.kernel in OF_SHARES:
+            return [1]
+        if self.lighter:
+            return [1] if shape.num_stages > split_kv_tma.LEAST_STAGES else []
         units = -(-problem.max_context_len // (self.unit or shape.tile))
         most = max_partials(problem, shape) // problem.batch_size
         return [n for n in SPLITS if n == 1 or n <= min(units, most)]
 
 
+# Their time is a SharesModel's.
+OF_SHARES = ("stream_k_tma",)
+
 CONTENDERS = (
     Contender("split_kv", split_kv.shape_of, None),
     Contender("split_kv_tma", split_kv_tma.shape_of, split_kv_tma.CHUNK_KEYS),
+    Contender("split_kv_tma", split_kv_tma.shape_of, split_kv_tma.CHUNK_KEYS, lighter=True),
+    Contender("stream_k_tma", stream_k_tma.shape_of, None),
 )
 
 
@@ -134,10 +157,17 @@ def measure(
     """Every contender in every number of splits, those that are right; raises if one is wrong."""
     problem = _bench(num_q_heads, block_size, context_lens, device).problem
     named: dict[str, tuple[Contender, int]] = {}
+    variants = []
     for contender in CONTENDERS:
-        if decode.get(contender.kernel).supports(problem) is None:
-            named |= {f"{contender.kernel}:{n}": (contender, n) for n in contender.splits(problem)}
-    variants = [Variant(name, c.kernel, options={"num_splits": n}) for name, (c, n) in named.items()]
+        if decode.get(contender.kernel).supports(problem) is not None:
+            continue
+        stages = contender.num_stages(problem)
+        for n in contender.splits(problem):
+            name = f"{contender.kernel}:{n}" + (f" of {stages} stages" if stages else "")
+            named[name] = contender, n
+            options = {} if contender.kernel in OF_SHARES else {"num_splits": n}
+            options |= {"num_stages": stages} if stages else {}
+            variants.append(Variant(name, contender.kernel, options=options))
     times = _time(_bench(num_q_heads, block_size, context_lens, device, variants))
     samples = []
     for name, (contender, n) in named.items():
@@ -153,6 +183,7 @@ def measure(
                 context_lens,
                 statistics.median(t for taken in times[name] for t in taken),
                 times[name],
+                contender.num_stages(problem),
             )
         )
     return samples
@@ -178,7 +209,10 @@ def _time(bench: DecodeBench) -> dict[str, tuple[tuple[float, ...], ...]]:
 # --- fitting ----------------------------------------------------------------------------------------------------
 
 
-def fit(samples: Sequence[Sample], sm_count: int, *, steps: int = 6000, seed: int = 0) -> CostModel:
+Model = CostModel | SharesModel
+
+
+def fit(samples: Sequence[Sample], sm_count: int, *, steps: int = 6000, seed: int = 0) -> Model:
     """The constants that come nearest to the samples, of one kernel and tile.
 
     Minimises the mean square of the logarithm of modelled over measured time, plus half the mean regret of choosing
@@ -190,7 +224,7 @@ def fit(samples: Sequence[Sample], sm_count: int, *, steps: int = 6000, seed: in
     for index, sample in enumerate(samples):
         groups[sample.shape].append(index)
 
-    def loss(model: CostModel) -> float:
+    def loss(model: Model) -> float:
         modelled = [model.time_us(w, s.num_splits, gpu) for w, gpu, s in zip(works, gpus, samples)]
         errors = statistics.fmean(math.log(m / s.time_us) ** 2 for m, s in zip(modelled, samples))
         regrets = (
@@ -200,29 +234,33 @@ def fit(samples: Sequence[Sample], sm_count: int, *, steps: int = 6000, seed: in
         return errors + 0.5 * (statistics.fmean(regrets) - 1)
 
     rng = random.Random(seed)
-    best = CostModel(3.0, 0.03, 30.0, 4.0, 4.4e6 / sm_count, 3.0, 0.01)
+    of_shares = samples[0].kernel in OF_SHARES
+    best: Model = SharesModel(3.0, 4.4e6 / sm_count)
+    if not of_shares:
+        best = CostModel(3.0, 0.03, 30.0, 4.0, 4.4e6 / sm_count, 3.0, 0.01)
     least, width = loss(best), 0.3
     for step in range(1, steps + 1):
         moved = [v * math.exp(rng.gauss(0, width)) if rng.random() < 0.4 else v for v in astuple(best)]
-        candidate = CostModel(*moved)
+        candidate = SharesModel(*moved) if of_shares else CostModel(*moved)
         found = loss(candidate)
         if found < least:
             best, least = candidate, found
         if step % max(1, steps // 10) == 0:
             width *= 0.75
-    return CostModel(*(float(f"{value:.4g}") for value in astuple(best)))
+    rounded = [float(f"{value:.4g}") for value in astuple(best)]
+    return SharesModel(*rounded) if of_shares else CostModel(*rounded)
 
 
 def fit_all(
     samples: Sequence[Sample], sm_count: int, *, steps: int = 6000, tries: int = 4
-) -> dict[str, dict[str, CostModel]]:
+) -> dict[str, dict[str, Model]]:
     """kernel -> tile -> constants: of several searches those by which the choice among all kernels regrets least."""
     groups: dict[tuple[str, int], list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.kernel, sample.tile].append(sample)
     found = []
     for seed in range(tries):
-        models: dict[str, dict[str, CostModel]] = defaultdict(dict)
+        models: dict[str, dict[str, Model]] = defaultdict(dict)
         for (kernel, tile), group in sorted(groups.items()):
             models[kernel][str(tile)] = fit(group, sm_count, steps=steps, seed=seed)
         found.append(dict(models))
@@ -232,7 +270,7 @@ def fit_all(
 
 
 def regrets(
-    samples: Sequence[Sample], models: Mapping[str, Mapping[str, CostModel]], sm_count: int
+    samples: Sequence[Sample], models: Mapping[str, Mapping[str, Model]], sm_count: int
 ) -> list[dict[str, Any]]:
     """By shape: what the models choose among everything that was measured there, and how much longer it takes than the
     best."""
@@ -241,8 +279,9 @@ def regrets(
         groups[sample.shape].append(sample)
     rows = []
     for (heads, block_size, lens), group in groups.items():
+        ragged = planner.is_ragged(group[0].problem())
         chosen = min(
-            group,
+            (s for s in group if ragged or s.kernel not in OF_SHARES),  # as PlannedDecode chooses
             key=lambda s: models[s.kernel][str(s.tile)].time_us(s.work(), s.num_splits, s.gpu(sm_count)),
         )
         best = min(group, key=lambda s: s.time_us)
@@ -253,8 +292,8 @@ def regrets(
                 "batch_size": len(lens),
                 "max_context_len": max(lens),
                 "mean_context_len": sum(lens) // len(lens),
-                "chosen": f"{chosen.kernel} x{chosen.num_splits}",
-                "best": f"{best.kernel} x{best.num_splits}",
+                "chosen": chosen.name,
+                "best": best.name,
                 "chosen_us": chosen.time_us,
                 "best_us": best.time_us,
                 "regret": chosen.time_us / best.time_us - 1,
@@ -269,7 +308,7 @@ def regrets(
 def write_table(
     folder: Path,
     gpu: str,
-    models: Mapping[str, Mapping[str, CostModel]],
+    models: Mapping[str, Mapping[str, Model]],
     found: Sequence[Mapping[str, Any]],
     record: Mapping[str, Any],
 ) -> Path:
@@ -293,7 +332,9 @@ def read_samples(file: Path) -> list[Sample]:
         row: dict[str, Any] = json.loads(line)
         row["context_lens"] = tuple(row["context_lens"])
         row["samples_us"] = tuple(map(tuple, row.get("samples_us", ())))
-        samples.append(Sample(**{field.name: row[field.name] for field in fields(Sample)}))
+        samples.append(
+            Sample(**{field.name: row[field.name] for field in fields(Sample) if field.name in row})
+        )
     return samples
 
 

@@ -62,9 +62,7 @@ class CostModel:
     merge_split_us: float
 
     def __post_init__(self) -> None:
-        for field, value in asdict(self).items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{field} is {value}, expected a positive number")
+        _check_positive(self)
 
     def time_us(self, work: Work, num_splits: int, gpu: Gpu) -> float:
         """Microseconds of a call in num_splits splits.
@@ -97,6 +95,32 @@ class CostModel:
         return min(_candidates(most), key=lambda splits: self.time_us(work, splits, gpu))
 
 
+@dataclass(frozen=True)
+class SharesModel:
+    """Constants of a kernel that deals all keys out in equal shares (stream_k_tma): no row's length matters.
+
+    start_us: launch, first latencies and the merge of what shares cut in two. sm_bytes_per_us: as in CostModel.
+    """
+
+    start_us: float
+    sm_bytes_per_us: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    def time_us(self, work: Work, num_splits: int, gpu: Gpu) -> float:
+        """Microseconds of a call; num_splits means nothing to it."""
+        return self.start_us + work.programs * work.mean_keys * work.key_bytes / (
+            self.sm_bytes_per_us * gpu.sm_count
+        )
+
+
+def _check_positive(model: CostModel | SharesModel) -> None:
+    for field, value in asdict(model).items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{field} is {value}, expected a positive number")
+
+
 @functools.cache
 def _candidates(most: int) -> tuple[int, ...]:
     found = [1]
@@ -107,10 +131,20 @@ def _candidates(most: int) -> tuple[int, ...]:
 
 @functools.cache
 def cost_model(kernel: str, tile: int, gpu: str) -> CostModel:
-    """The constants of a kernel in steps of `tile` keys, or of the measured tile nearest to it."""
-    models = _tuned(gpu)[kernel]
-    nearest = min(models, key=lambda measured: abs(math.log2(int(measured) / tile)))
-    return CostModel(**models[nearest])
+    """The constants of a kernel of splits in steps of `tile` keys, or of the measured tile nearest to it."""
+    return CostModel(**_constants(kernel, tile, gpu))
+
+
+@functools.cache
+def shares_model(kernel: str, tile: int, gpu: str) -> SharesModel:
+    """The same of a kernel of equal shares."""
+    return SharesModel(**_constants(kernel, tile, gpu))
+
+
+def _constants(kernel: str, tile: int, gpu: str) -> dict[str, float]:
+    # A table written before a kernel was there does not have it.
+    models = _tuned(gpu).get(kernel) or _tuned(DEFAULT_GPU)[kernel]
+    return dict(models[min(models, key=lambda measured: abs(math.log2(int(measured) / tile)))])
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.cost_model import DEFAULT_GPU, Gpu, Work, cost_model
+from kernels.decode.cost_model import DEFAULT_GPU, Gpu, Work, cost_model, shares_model
 
 # Without a GPU to ask (planning ahead of time, the interpreter): an H100's or H200's.
 DEFAULT_SM_COUNT = 132
@@ -116,11 +116,29 @@ def plan_splits(
     return model.best_num_splits(work, most_splits(work, gpu), gpu)
 
 
-def planned_us(problem: DecodeProblem, shape: TileShape, kernel: str, unit: int | None = None) -> float:
-    """Microseconds that the CostModel gives the splits of plan_splits."""
-    num_splits = plan_splits(problem, shape, kernel, unit)
+def planned_us(
+    problem: DecodeProblem,
+    shape: TileShape,
+    kernel: str,
+    unit: int | None = None,
+    num_splits: int | None = None,
+) -> float:
+    """Microseconds that the CostModel gives so many splits; None: those of plan_splits."""
+    if num_splits is None:
+        num_splits = plan_splits(problem, shape, kernel, unit)
     model = cost_model(kernel, shape.tile, device_name(problem.device))
     return model.time_us(work_of(problem, unit or shape.tile), num_splits, gpu_of(problem, shape))
+
+
+def shares_us(problem: DecodeProblem, shape: TileShape, kernel: str) -> float:
+    """Microseconds that the SharesModel gives a kernel of equal shares."""
+    model = shares_model(kernel, shape.tile, device_name(problem.device))
+    return model.time_us(work_of(problem, shape.tile), 1, gpu_of(problem, shape))
+
+
+def is_ragged(problem: DecodeProblem) -> bool:
+    """Whether the contexts are known to differ."""
+    return problem.mean_context_len is not None and problem.mean_context_len < problem.max_context_len
 
 
 def gpu_of(problem: DecodeProblem, shape: TileShape, sm_count: int | None = None) -> Gpu:

@@ -13,7 +13,7 @@ import torch
 from experiments import tune
 from experiments.tune import GRID, Sample
 from kernels import decode
-from kernels.decode.cost_model import CostModel, table_name
+from kernels.decode.cost_model import CostModel, SharesModel, table_name
 from kernels.decode.merge import partial_numel
 from kernels.decode.planner import plan_splits
 from kernels.decode.split_kv import shape_of
@@ -40,6 +40,31 @@ def test_a_fit_finds_what_made_the_times() -> None:
         modelled = found.time_us(sample.work(), sample.num_splits, sample.gpu(SM_COUNT))
         assert modelled == pytest.approx(sample.time_us, rel=0.15)
     assert found.sm_bytes_per_us == pytest.approx(TRUE.sm_bytes_per_us, rel=0.1)
+
+
+def test_a_fit_of_equal_shares_finds_what_made_the_times() -> None:
+    true = SharesModel(9.0, 33_000.0)
+    made = []
+    for heads, lens in GRID:
+        sample = Sample("stream_k_tma", 16, 16, 1, heads, 16, lens, 1.0)
+        made.append(replace(sample, time_us=true.time_us(sample.work(), 1, sample.gpu(SM_COUNT))))
+    found = tune.fit(made, SM_COUNT, steps=2000)
+    assert isinstance(found, SharesModel)
+    assert found.start_us == pytest.approx(9.0, rel=0.03)
+    assert found.sm_bytes_per_us == pytest.approx(33_000.0, rel=0.03)
+
+
+def test_equal_shares_are_chosen_for_ragged_rows_alone() -> None:
+    """As PlannedDecode does, whatever the models say of rows that are alike."""
+    models = {"split_kv": {"32": TRUE}, "stream_k_tma": {"16": SharesModel(1e-3, 1e9)}}
+    for lens, expected in (((4096,) * 64, "split_kv x1"), (tune.RAGGED, "stream_k_tma")):
+        made = [
+            Sample("split_kv", 32, 32, 1, 64, 16, lens, 2.0),
+            Sample("stream_k_tma", 16, 16, 1, 64, 16, lens, 1.0),
+        ]
+        (row,) = tune.regrets(made, models, SM_COUNT)
+        assert row["chosen"] == expected
+        assert row["best"] == "stream_k_tma"
 
 
 def test_regret_is_what_the_choice_costs_over_the_best() -> None:
@@ -78,7 +103,10 @@ def test_the_table_of_the_h200_chooses_well_among_its_samples() -> None:
     """The committed raw rows: the committed constants choose within 2% of the best on average, 10% at worst."""
     folder = Path(__file__).parents[2]
     table = json.loads((folder / "kernels" / "decode" / "tuned" / table_name("NVIDIA H200")).read_text())
-    models = {k: {t: CostModel(**m) for t, m in tiles.items()} for k, tiles in table["models"].items()}
+    models = {
+        k: {t: (SharesModel if k in tune.OF_SHARES else CostModel)(**m) for t, m in tiles.items()}
+        for k, tiles in table["models"].items()
+    }
     made = tune.read_samples(folder / "results" / "decode_splits-h200" / "samples.jsonl")
     found = [row["regret"] for row in tune.regrets(made, models, SM_COUNT)]
     assert max(found) == pytest.approx(table["regret"]["worst"])
@@ -93,7 +121,11 @@ def test_the_planner_follows_the_table() -> None:
     assert plan_splits(problem, shape_of(problem), sm_count=SM_COUNT) > 1
 
 
-@pytest.mark.parametrize("contender", tune.CONTENDERS, ids=lambda each: each.kernel)
+@pytest.mark.parametrize(
+    "contender",
+    [each for each in tune.CONTENDERS if each.kernel not in tune.OF_SHARES],
+    ids=lambda each: f"{each.kernel}{'-lighter' if each.lighter else ''}",
+)
 @pytest.mark.parametrize(("heads", "lens"), [(64, (4096,)), (64, tune.RAGGED), (16, (1024,) * 256)])
 def test_the_numbers_measured_fit_the_workspace(
     contender: tune.Contender, heads: int, lens: tuple[int, ...]
