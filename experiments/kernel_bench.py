@@ -30,10 +30,18 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class BoundCall:
-    """A candidate with its inputs: `call` returns its outputs; those it does not allocate held NaN before."""
+    """A candidate with its inputs: `call` returns its outputs; those it does not allocate held NaN before.
+
+    read: from what `call` returns to what is compared with the reference, where these differ (token ids); never timed.
+    """
 
     call: Callable[[], tuple[Tensor, ...]]
     plan_us: float | None = None
+    read: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Of one call, to be compared with the reference."""
+        return self.read(self.call())
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Candidate:
 class Problem(Protocol):
     """An operation at a shape. dtype: by name. input_bytes: of one input set, for rotation over cold ones.
 
-    interpreted_size: tokens, to decide whether Triton's interpreter is asked.
+    interpreted_size: tokens (of context), to decide whether Triton's interpreter is asked.
     """
 
     @property
@@ -138,11 +146,11 @@ def _check(
         if interpreted and problem.interpreted_size > max_interpreted_size:
             return {
                 "status": "not_timed",
-                "error": f"not run in Triton's interpreter: {problem.interpreted_size} tokens of context exceed "
-                f"bench.max_interpreted_tokens = {max_interpreted_size}",
+                "error": f"not run in Triton's interpreter, where it counts as {problem.interpreted_size} tokens: more "
+                f"than bench.max_interpreted_tokens = {max_interpreted_size}",
             }
         bound = candidate.bind(inputs)
-        error = relative_error(bound.call(), expected)
+        error = relative_error(bound.outputs(), expected)
     except Exception as exception:
         return {"status": status_of(exception), "error": describe(exception)}
     found = {"max_rel_err": error if error < float("inf") else None, "tolerance": tolerance}

@@ -1,4 +1,4 @@
-"""Norms, activation, RoPE, KV writes, small matmuls and greedy sampling: Triton against torch, on a model's shapes."""
+"""Norms, activation, RoPE, KV writes, small matmuls, sampling: Triton, torch, torch.compile, on a model's shapes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class ElementwiseKernel(Suite):
 
     def points(self, settings: Settings) -> list[Point]:
         from experiments.backends.engine import EngineSetup, model_columns
+        from experiments.elementwise_bench import OPERATIONS
 
         chosen = self.parse_options(settings)
         setup = EngineSetup(settings, settings.variants[0])
@@ -56,7 +57,11 @@ class ElementwiseKernel(Suite):
             "seed": settings.seed,
         }
         return [
-            Point(self.name, shared | {"operation": operation, "batch_size": num_tokens})
+            Point(
+                self.name,
+                shared | {"operation": operation, "batch_size": num_tokens},
+                unsupported=OPERATIONS[operation].refusal(num_tokens),
+            )
             for operation, num_tokens in itertools.product(chosen.operations, chosen.num_tokens)
         ]
 
@@ -92,6 +97,9 @@ class ElementwiseKernel(Suite):
 
         return (EngineSetup(settings, settings.variants[0]).dtype_name,)
 
+    def tables(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        return {"paths": compare_paths(rows)}
+
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid
         from experiments.tables import median_of
@@ -122,6 +130,41 @@ class ElementwiseKernel(Suite):
                 **common,
             ),
         }
+
+
+def compare_paths(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line an operation, number of tokens and cache state: each path's median time, which is fastest (null where
+    none is shown to be), and how Triton does against torch.compile.
+
+    compile_over_triton: the paired ratio of their times with its 95% interval; triton_is "faster" or "slower" where it
+    leaves 1 by more than stats.EQUIVALENCE, else "equal"; null where one has no time, or there are too few rounds.
+    """
+    import pandas as pd
+
+    from experiments import stats
+    from experiments.elementwise_bench import PATHS
+
+    keys = ["operation", "batch_size", "cache_state"]
+    timed = rows[(rows["status"] == "ok") & rows["time_us"].notna()].sort_values("round", kind="stable")
+    lines = []
+    for key, group in timed.groupby(keys, sort=False):
+        times = {path: of_path["time_us"].tolist() for path, of_path in group.groupby("variant")}
+        line: dict[str, Any] = dict(zip(keys, key))
+        line |= {f"{path}_us": group.loc[group["variant"] == path, "time_us"].median() for path in PATHS}
+        paired = len({len(of_path) for of_path in times.values()}) == 1
+        line["fastest"] = stats.winner(times) if paired else None
+        if paired and {"triton", "compile"} <= set(times):
+            ratio = stats.paired_ratio(times["compile"], times["triton"])
+            line |= {"compile_over_triton": ratio.value}
+            line |= {"compile_over_triton_low": ratio.low, "compile_over_triton_high": ratio.high}
+            if stats.differs(ratio, len(times["triton"])):
+                line["triton_is"] = "faster" if ratio.value > 1 else "slower"
+            elif len(times["triton"]) >= stats.MIN_PAIRS:
+                line["triton_is"] = "equal"
+        lines.append(line)
+    ratio_columns = [f"compile_over_triton{end}" for end in ("", "_low", "_high")]
+    columns = [*keys, *(f"{path}_us" for path in PATHS), "fastest", *ratio_columns, "triton_is"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 SUITE = ElementwiseKernel()

@@ -109,7 +109,7 @@ class Comparison:
         if id(problem) not in self._expected:
             self._expected[id(problem)] = tuple(problem.reference(inputs))
         try:
-            outputs = candidate.bind(inputs).call()
+            outputs = candidate.bind(inputs).outputs()
         except Exception as error:
             if contender.peer:
                 raise Unsupported(f"{type(error).__name__}: {error}".splitlines()[0]) from error

@@ -98,6 +98,23 @@ def test_max_output_gives_every_token_and_their_times(root: Path) -> None:
     assert len(df["samples_us"].iloc[0]) == 16
 
 
+def test_elementwise_compares_three_paths_of_every_operation(root: Path) -> None:
+    from experiments.elementwise_bench import OPERATIONS
+
+    df = rows_of("elementwise_kernel", root)
+    assert set(df["operation"]) == set(OPERATIONS)
+    for _, rows in df.groupby("operation"):
+        assert list(dict.fromkeys(rows["variant"])) == ["torch", "triton", "compile"]
+    assert (df.loc[df["variant"] == "torch", "status"] == "ok").all()
+    compiled = df[df["variant"] == "compile"]
+    assert (compiled["status"] == "unsupported").all()
+    assert compiled["error"].str.contains("on cpu Inductor needs a C\\+\\+ compiler").all()
+    paths = pd.read_csv(folder_of("elementwise_kernel", root) / "paths.csv")
+    assert len(paths) == 2 * len(OPERATIONS)  # cold and hot
+    assert paths["torch_us"].notna().all()
+    assert paths["compile_us"].isna().all()
+
+
 def test_throughput_counts_what_was_really_made(root: Path) -> None:
     df = rows_of("throughput", root)
     assert (df["num_requests"] == 8).all()
