@@ -277,12 +277,19 @@ def regrets(
     groups: dict[Any, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.shape].append(sample)
+
+    def cost(sample: Sample) -> tuple[float, int]:
+        """As kernels/decode/split_kv_tma.py chooses: of equal times the fewer turns."""
+        work, gpu = sample.work(), sample.gpu(sm_count)
+        modelled = models[sample.kernel][str(sample.tile)].time_us(work, sample.num_splits, gpu)
+        return modelled, -(-work.programs * sample.num_splits // gpu.slots)
+
     rows = []
     for (heads, block_size, lens), group in groups.items():
         ragged = planner.is_ragged(group[0].problem())
         chosen = min(
             (s for s in group if ragged or s.kernel not in OF_SHARES),  # as PlannedDecode chooses
-            key=lambda s: models[s.kernel][str(s.tile)].time_us(s.work(), s.num_splits, s.gpu(sm_count)),
+            key=cost,
         )
         best = min(group, key=lambda s: s.time_us)
         rows.append(

@@ -152,13 +152,25 @@ class TritonPrefill(PrefillKernel):
 
 
 @triton.jit
+def _table_entries(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of keys first .. first + BLOCK_N - 1, 0 from `end` on: one where they share it, else [BLOCK_N]."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(table_ptr + first // BLOCK_SIZE, mask=first < end, other=0)
+    else:
+        keys = first + tl.arange(0, BLOCK_N)
+        return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
+
+
+@triton.jit
 def _walk_keys(
     acc,
     row_max,
     row_sum,
+    entries,
     q,
     positions,
     start,
+    stop,
     end,
     k_ptr,
     v_ptr,
@@ -175,20 +187,17 @@ def _walk_keys(
     BLOCK_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Fold keys start .. end-1 into (acc, row_max, row_sum); without MASKED every row sees all of them."""
+    """Fold keys start .. stop - 1 into (acc, row_max, row_sum); without MASKED every row sees all of them.
+
+    entries: the table's for the tile at `start`; each turn loads the next one's, up to `end`, so that no copy of keys or
+    values waits for its address. scale_log2 is not negative.
+    """
     dims = tl.arange(0, BLOCK_D)
-    for first in range(start, end, BLOCK_N):
+    for first in range(start, stop, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
-        if BLOCK_SIZE % BLOCK_N == 0:
-            # The tile lies in one block: one table entry, contiguous slots.
-            block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
-            slots = (first % BLOCK_SIZE + tl.arange(0, BLOCK_N)).to(tl.int64)
-        elif MASKED:
-            block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
-            slots = (keys % BLOCK_SIZE).to(tl.int64)
-        else:
-            block = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-            slots = (keys % BLOCK_SIZE).to(tl.int64)
+        block = entries.to(tl.int64)
+        slots = (keys % BLOCK_SIZE).to(tl.int64)
+        entries = _table_entries(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         k_rows = k_ptr + (block * stride_k_block + slots * stride_k_slot)
         v_rows = v_ptr + (block * stride_v_block + slots * stride_v_slot)
         # Slots past the end may hold anything, NaN included: K is masked by the scores, V must be zero.
@@ -203,17 +212,20 @@ def _walk_keys(
             in_head = (dims < HEAD_DIM)[None, :]
             k = tl.load(k_rows[:, None] + dims[None, :], mask=in_head, other=0.0).to(DOT_DTYPE)
             v = tl.load(v_rows[:, None] + dims[None, :], mask=in_head, other=0.0).to(DOT_DTYPE)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             visible = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
-            scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+            scores = tl.where(visible, scores * scale_log2, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            probs = tl.exp2(scores - new_max[:, None])
+        else:  # one multiply-add an element
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+            probs = tl.exp2(scores * scale_log2 - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        probs = tl.exp2(scores - new_max[:, None])
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         acc = tl.dot(probs.to(DOT_DTYPE), v, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max
-    return acc, row_max, row_sum
+    return acc, row_max, row_sum, entries
 
 
 # Slices of the batch's tables start anywhere and the table's width varies: neither may cost a compilation.
@@ -268,6 +280,9 @@ def _prefill_kernel(
     is_query = (rows // GROUP < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
     q_rows = q_ptr + (tokens * stride_q_token + heads * stride_q_head)
     q = tl.load(q_rows[:, None] + dims[None, :], mask=is_query, other=0.0).to(DOT_DTYPE)
+    # The largest score is scaled after the search for it.
+    q = tl.where(scale_log2 < 0, -q, q)
+    scale_log2 = tl.abs(scale_log2)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -278,14 +293,18 @@ def _prefill_kernel(
     table_ptr = block_table_ptr + batch_row.to(tl.int64) * stride_table
     # Key 0 is in the first tile walked and every row sees it, so no row's maximum stays at -inf.
     shared_end = (first_position + 1) // BLOCK_N * BLOCK_N
-    acc, row_max, row_sum = _walk_keys(
+    end = first_position + num_tokens
+    entries = _table_entries(table_ptr, 0, end, BLOCK_SIZE, BLOCK_N)
+    acc, row_max, row_sum, entries = _walk_keys(
         acc,
         row_max,
         row_sum,
+        entries,
         q,
         positions,
         0,
         shared_end,
+        end,
         k_ptr,
         v_ptr,
         table_ptr,
@@ -301,14 +320,16 @@ def _prefill_kernel(
         BLOCK_N,
         DOT_DTYPE,
     )
-    acc, row_max, row_sum = _walk_keys(
+    acc, row_max, row_sum, entries = _walk_keys(
         acc,
         row_max,
         row_sum,
+        entries,
         q,
         positions,
         shared_end,
-        first_position + num_tokens,
+        end,
+        end,
         k_ptr,
         v_ptr,
         table_ptr,

