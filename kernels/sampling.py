@@ -9,7 +9,8 @@ The rule, for a row with temperature above 0:
    reach p: the token that crosses p stays, and so does the first always. Off where p >= 1.
 4. The draw inverts the cumulative distribution of what is kept, in the order of ids.
 
-A row with temperature 0 takes its likeliest token, the lowest id on a tie.
+A row with temperature 0 takes its likeliest token, the lowest id on a tie. A row that is not finite, that is with a
+NaN, a +inf, or nothing above -inf, has no token: -1.
 
 Probabilities are held as integers: exp((logit - max) / temperature), computed in fp64, in units of
 2^-(62 - bits of vocab_size): 2^-44 for 151,936 tokens. Their sums are exact in any order, so a row's result
@@ -30,8 +31,10 @@ PIECE_ELEMENTS = 1 << 23
 
 
 def greedy(logits: Tensor, *, use_triton: bool = False) -> Tensor:
-    """The likeliest id of each row, the lowest on a tie: [rows, vocab_size] to [rows] int64."""
-    return sampling_triton.greedy(logits) if use_triton else logits.argmax(dim=-1)
+    """The likeliest id of each row, the lowest on a tie, -1 if not finite: [rows, vocab_size] to [rows] int64."""
+    if use_triton:
+        return sampling_triton.greedy(logits)
+    return logits.argmax(dim=-1).masked_fill_(~finite_rows(logits), -1)
 
 
 def finite_rows(logits: Tensor) -> Tensor:
@@ -46,7 +49,7 @@ def filtered_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     """
     _check(logits, temperature, top_k, top_p)
     probs = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-    probs.scatter_(1, greedy(logits)[:, None], 1.0)
+    probs.scatter_(1, logits.argmax(dim=-1)[:, None], 1.0)
     for rows, weights in _drawn_weights(logits, temperature, top_k, top_p):
         probs[rows] = (weights.double() / weights.sum(-1, keepdim=True)).float()
     return probs.masked_fill_(~finite_rows(logits)[:, None], float("nan"))
@@ -68,8 +71,8 @@ def sample(
     uniform: [rows] float64 in [0, 1), a row's only source of chance; unused where it is greedy.
 
     The parameters may stay on the host: which rows are drawn and which are filtered is decided there, and
-    then no device is waited for. A row that is not finite gets some id: ask `finite_rows` about it.
-    use_triton is the faster path on a GPU, where no row is sorted; its exponentials are fp32.
+    then no device is waited for. use_triton is the faster path on a GPU, where no row is sorted; its
+    exponentials are fp32.
     """
     _check(logits, temperature, top_k, top_p, uniform)
     uniform = uniform.to(logits.device)

@@ -2,7 +2,7 @@
 
 The vocabulary is cut into chunks, one program each, so that one row fills a GPU as well as many do:
 
-1. the likeliest token of each chunk, hence of the row;
+1. the likeliest token of each chunk, hence of the row, and whether the row is finite;
 2. where top_k or top_p is on, the least kept logit. A search over the logits' bit patterns, made to order
    like integers, compares NUM_PIVOTS evenly spaced pivots a pass and keeps the gap in which the count
    (top_k) or the mass (top_p) at and above crosses its target. Equal logits weigh the same, so the number
@@ -27,9 +27,13 @@ NUM_PIVOTS = 16
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """The likeliest id of each row, the lowest on a tie: [rows, vocab_size] to [rows] int64."""
-    return _Rows(logits).draw(None)
+Newest = tuple[Tensor, Tensor]
+"""(newest [slots] int64, slots [rows] int64): each row's id becomes newest[slots[row]], or 0 where the row has none."""
+
+
+def greedy(logits: Tensor, *, keep_in: Newest | None = None) -> Tensor:
+    """The likeliest id of each row, the lowest on a tie, -1 as of `sample`: [rows, vocab_size] to [rows] int64."""
+    return _Rows(logits).draw(None, keep_in)
 
 
 def sample(
@@ -41,22 +45,22 @@ def sample(
     *,
     any_top_k: bool,
     any_top_p: bool,
+    keep_in: Newest | None = None,
 ) -> Tensor:
     """One id a row, [rows] int64; arguments as of kernels.sampling.sample, all on logits' device.
 
-    any_top_k, any_top_p: whether some row filters; a search that no row needs is not launched.
+    any_top_k, any_top_p: whether some row filters; a search that no row needs is not launched. A row whose logits,
+    as fp32 if they were fp64, hold a NaN, a +inf, or nothing above -inf, gets -1. Temperatures are fp32.
     """
     # Contiguous, since kernels index them by row; one value expanded over the rows is not.
-    rows = _Rows(
-        logits, temperature.float().contiguous(), top_k.long().contiguous(), top_p.double().contiguous()
-    )
+    rows = _Rows(logits, temperature.contiguous(), top_k.long().contiguous(), top_p.double().contiguous())
     if any_top_k:
         rows.search(by_count=True)
     rows.weigh()
     if any_top_p:
         rows.search(by_count=False)
         rows.weigh()
-    return rows.draw(uniform.contiguous())
+    return rows.draw(uniform.contiguous(), keep_in)
 
 
 class _Rows:
@@ -91,10 +95,12 @@ class _Rows:
             "UNUSED_BITS": UNUSED_BITS[self.logits.dtype],
             "UNIT": float(1 << (62 - self.vocab_size.bit_length())),
         }
+        self.is_cut = False
         self._launch(_chunk_max_kernel, self.chunk_max, self.chunk_id, self.cut, per_row=False)
 
     def search(self, *, by_count: bool) -> None:
         """Set `cut` of the rows with top_k (by_count) or top_p on."""
+        self.is_cut = True
         width, num_passes = 1 << (32 - self.constants["UNUSED_BITS"]), 0
         while width > 1:
             width, num_passes = triton.cdiv(width, NUM_PIVOTS + 1), num_passes + 1
@@ -128,10 +134,12 @@ class _Rows:
             self.cut,
             self.temperature,
             per_row=False,
+            CUT=self.is_cut,
         )
 
-    def draw(self, uniform: Tensor | None) -> Tensor:
+    def draw(self, uniform: Tensor | None, keep_in: Newest | None) -> Tensor:
         ids = torch.empty(self.num_rows, dtype=torch.int64, device=self.logits.device)
+        newest, slots = keep_in if keep_in is not None else (ids, ids)
         self._launch(
             _draw_kernel,
             self.chunk_max,
@@ -142,8 +150,12 @@ class _Rows:
             self.temperature if self.temperature is not None else self.chunk_max,
             uniform if uniform is not None else self.chunk_max,
             ids,
+            newest,
+            slots,
             per_row=True,
             GREEDY=uniform is None,
+            CUT=self.is_cut,
+            KEEP=keep_in is not None,
         )
         return ids
 
@@ -176,10 +188,10 @@ def _logit(key, UNUSED_BITS: tl.constexpr):
 
 @triton.jit
 def _weight(x, row_max, temperature, UNIT: tl.constexpr):
-    """exp((x - row_max) / temperature) in whole units; 0 for NaN."""
+    """exp((x - row_max) / temperature) in whole units, of a finite row; so 0 for the -inf beyond its end."""
     # The likeliest is 1 by itself: its 0 would meet an infinite reciprocal at the least temperatures.
-    power = tl.where(x >= row_max, 1.0, tl.exp2((x - row_max) * (1.4426950408889634 / temperature)))
-    return tl.where(x == x, power * UNIT, 0.0).to(tl.int64)
+    power = tl.where(x < row_max, tl.exp2((x - row_max) * (1.4426950408889634 / temperature)), 1.0)
+    return (power * UNIT).to(tl.int64)
 
 
 @triton.jit
@@ -220,12 +232,15 @@ def _chunk_max_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     _ids, _inside, x = _load_chunk(logits_ptr, stride_row, row, chunk, VOCAB_SIZE, CHUNK)
-    x = tl.where(x == x, x, float("-inf"))
-    best, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    # A NaN makes its row as invalid as +inf does; all kernels see it in the row's maximum.
+    x = tl.where(x == x, x, float("inf"))
+    best = tl.max(x, 0)
+    # Two reductions of one value each take fewer instructions than one of pairs.
+    index = tl.min(tl.where(x == best, tl.arange(0, CHUNK), CHUNK), 0)
     tl.store(chunk_max_ptr + row * NUM_CHUNKS + chunk, best)
     tl.store(chunk_id_ptr + row * NUM_CHUNKS + chunk, (chunk * CHUNK + index).to(tl.int64))
     if chunk == 0:  # nothing is cut: every key is above
-        tl.store(cut_ptr + row * 2, tl.full([], -(1 << 40), tl.int64))
+        tl.store(cut_ptr + row * 2, tl.full([], -(1 << 31), tl.int64))
         tl.store(cut_ptr + row * 2 + 1, tl.full([], 0, tl.int64))
 
 
@@ -258,7 +273,7 @@ def _search_kernel(
     does not. The last pass only settles the cut."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     is_on = temperature > 0
@@ -306,7 +321,7 @@ def _search_kernel(
             kept = target - high_measure
         else:
             weight = _weight(_logit(low, UNUSED_BITS), row_max, temperature, UNIT)
-            weight = tl.maximum(weight, 1)  # 0 in a row with NaN only
+            weight = tl.maximum(weight, 1)  # 0 only in a row that is not finite
             kept = (target - high_measure + weight - 1) // weight
         tl.store(cut_ptr + row * 2, low)
         tl.store(cut_ptr + row * 2 + 1, kept)
@@ -318,15 +333,15 @@ def _search_kernel(
         _ids, inside, x = _load_chunk(logits_ptr, stride_row, row, chunk, VOCAB_SIZE, CHUNK)
         keys = _key(x, UNUSED_BITS)
         if BY_COUNT:
-            amounts = inside.to(tl.int64)
+            amounts = inside.to(tl.int32)
         else:
-            amounts = tl.where(inside, _weight(x, row_max, temperature, UNIT), 0)
+            amounts = _weight(x, row_max, temperature, UNIT)
         step = (high - low + NUM_PIVOTS) // (NUM_PIVOTS + 1)
         new_measures = tl.zeros([NUM_PIVOTS], tl.int64)
         for j in tl.static_range(NUM_PIVOTS):
             # At high and beyond, the measure falls short of the target, as it must.
             pivot = tl.minimum(low + step * (j + 1), high).to(tl.int32)
-            measure = tl.sum(tl.where(keys >= pivot, amounts, 0), 0)
+            measure = tl.sum(tl.where(keys >= pivot, amounts, 0), 0).to(tl.int64)
             new_measures = tl.where(pivot_index == j, measure, new_measures)
         tl.store(new_measures_ptr + (row * NUM_CHUNKS + chunk) * NUM_PIVOTS + pivot_index, new_measures)
 
@@ -340,6 +355,7 @@ def _weigh_kernel(
     num_ties_ptr,
     cut_ptr,
     temperature_ptr,
+    CUT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
@@ -347,23 +363,25 @@ def _weigh_kernel(
     UNUSED_BITS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
+    """CUT: whether any row has a cut; without one no ties are counted."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
     if temperature <= 0:
         return
     row_max = _row_max(chunk_max_ptr, row, NUM_CHUNKS, CHUNKS)
-    cut = tl.load(cut_ptr + row * 2)
     _ids, inside, x = _load_chunk(logits_ptr, stride_row, row, chunk, VOCAB_SIZE, CHUNK)
-    keys = _key(x, UNUSED_BITS).to(tl.int64)
     weights = _weight(x, row_max, temperature, UNIT)
-    above = tl.sum(tl.where(inside & (keys > cut), weights, 0), 0)
-    ties = tl.sum((inside & (keys == cut)).to(tl.int64), 0)
-    tl.store(mass_above_ptr + row * NUM_CHUNKS + chunk, above)
-    tl.store(num_ties_ptr + row * NUM_CHUNKS + chunk, ties)
+    if CUT:
+        cut = tl.load(cut_ptr + row * 2).to(tl.int32)
+        keys = _key(x, UNUSED_BITS)
+        weights = tl.where(keys > cut, weights, 0)
+        ties = tl.sum((inside & (keys == cut)).to(tl.int32), 0).to(tl.int64)
+        tl.store(num_ties_ptr + row * NUM_CHUNKS + chunk, ties)
+    tl.store(mass_above_ptr + row * NUM_CHUNKS + chunk, tl.sum(weights, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _draw_kernel(
     logits_ptr,
     stride_row,
@@ -375,7 +393,11 @@ def _draw_kernel(
     temperature_ptr,
     uniform_ptr,
     ids_ptr,
+    newest_ptr,
+    slots_ptr,
     GREEDY: tl.constexpr,
+    CUT: tl.constexpr,
+    KEEP: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
@@ -390,33 +412,38 @@ def _draw_kernel(
     maxima = tl.load(chunk_max_ptr + offsets, mask=is_chunk, other=float("-inf"))
     row_max = tl.max(maxima, 0)
     best_ids = tl.load(chunk_id_ptr + offsets, mask=is_chunk, other=VOCAB_SIZE)
-    tl.store(ids_ptr + row, tl.min(tl.where(maxima == row_max, best_ids, VOCAB_SIZE), 0))
+    token = tl.min(tl.where(maxima == row_max, best_ids, VOCAB_SIZE), 0)
     if not GREEDY:
-        temperature = tl.load(temperature_ptr + row)
+        temperature = tl.load(temperature_ptr + row).to(tl.float32)
         if temperature > 0:
-            cut = tl.load(cut_ptr + row * 2)
-            kept_ties = tl.load(cut_ptr + row * 2 + 1)
-            tie_weight = _weight(_logit(cut, UNUSED_BITS), row_max, temperature, UNIT)
-            above = tl.load(mass_above_ptr + offsets, mask=is_chunk, other=0)
-            ties = tl.load(num_ties_ptr + offsets, mask=is_chunk, other=0)
-            # Ties are kept in the order of ids, until there are enough.
-            ties_before = tl.cumsum(ties, 0) - ties
-            kept = tl.minimum(tl.maximum(kept_ties - ties_before, 0), ties)
-            mass = above + kept * tie_weight
+            mass = tl.load(mass_above_ptr + offsets, mask=is_chunk, other=0)
+            if CUT:
+                cut = tl.load(cut_ptr + row * 2).to(tl.int32)
+                kept_ties = tl.load(cut_ptr + row * 2 + 1)
+                tie_weight = _weight(_logit(cut, UNUSED_BITS), row_max, temperature, UNIT)
+                ties = tl.load(num_ties_ptr + offsets, mask=is_chunk, other=0)
+                # Ties are kept in the order of ids, until there are enough.
+                ties_before = tl.cumsum(ties, 0) - ties
+                kept = tl.minimum(tl.maximum(kept_ties - ties_before, 0), ties)
+                mass += kept * tie_weight
             cumulative = tl.cumsum(mass, 0)
             total = tl.sum(mass, 0)
             target = (tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.int64)
             target = tl.minimum(target, total - 1)
             chunk = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), NUM_CHUNKS - 1)
             target -= tl.sum(tl.where(chunks < chunk, mass, 0), 0)
-            kept_here = tl.sum(tl.where(chunks == chunk, kept, 0), 0)
 
             _ids, inside, x = _load_chunk(logits_ptr, stride_row, row, chunk, VOCAB_SIZE, CHUNK)
-            keys = _key(x, UNUSED_BITS).to(tl.int64)
-            is_tie = inside & (keys == cut)
-            tie_rank = tl.cumsum(is_tie.to(tl.int32), 0)
-            is_kept = (inside & (keys > cut)) | (is_tie & (tie_rank <= kept_here))
-            weights = tl.where(is_kept, _weight(x, row_max, temperature, UNIT), 0)
+            weights = _weight(x, row_max, temperature, UNIT)
+            if CUT:
+                kept_here = tl.sum(tl.where(chunks == chunk, kept, 0), 0)
+                keys = _key(x, UNUSED_BITS)
+                is_tie = inside & (keys == cut)
+                tie_rank = tl.cumsum(is_tie.to(tl.int32), 0)
+                weights = tl.where((keys > cut) | (is_tie & (tie_rank <= kept_here)), weights, 0)
             index = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
-            token = tl.minimum(chunk * CHUNK + index, VOCAB_SIZE - 1)
-            tl.store(ids_ptr + row, token.to(tl.int64))
+            token = tl.minimum(chunk * CHUNK + index, VOCAB_SIZE - 1).to(tl.int64)
+    token = tl.where((row_max < float("inf")) & (row_max > float("-inf")), token, -1)
+    tl.store(ids_ptr + row, token)
+    if KEEP:
+        tl.store(newest_ptr + tl.load(slots_ptr + row), tl.maximum(token, 0))

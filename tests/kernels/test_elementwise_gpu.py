@@ -259,5 +259,6 @@ def test_greedy_ties_and_finite_rows():
     logits[0, [77, 140_000]] = 9.0
     logits[1, 5] = float("nan")
     logits[2, 151_935] = float("inf")
-    assert greedy(logits)[0] == 77
+    for use_triton in (False, True):
+        assert greedy(logits, use_triton=use_triton).tolist() == [77, -1, -1]
     assert finite_rows(logits).tolist() == [True, False, False]

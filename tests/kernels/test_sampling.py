@@ -270,7 +270,7 @@ def test_rows_that_are_all_filtered_need_no_decision_on_the_host(run):
     assert len(set(ids.tolist())) > 10
 
 
-def test_rows_that_are_not_finite_spoil_only_themselves():
+def test_rows_that_are_not_finite_have_no_token_and_spoil_no_other():
     healthy = torch.randn(100, generator=torch.Generator().manual_seed(0))
     logits = healthy.repeat(6, 1)
     logits[1, 3], logits[2, 99], logits[4, :] = NAN, INF, -INF
@@ -280,11 +280,14 @@ def test_rows_that_are_not_finite_spoil_only_themselves():
         ids = sample(logits, *parameters(6, 1.0, top_k, top_p), torch.full((6,), 0.3, dtype=torch.float64))
         alone = sample(healthy[None], *parameters(1, 1.0, top_k, top_p), uniforms(0.3))
         assert ids[0] == ids[3] == alone[0]
-        assert ids[5] < 50
-        assert ((ids >= 0) & (ids < 100)).all()
+        assert 0 <= ids[5] < 50
+        assert ids[[1, 2, 4]].tolist() == [-1] * 3
         probs = filtered_probs(logits, *parameters(6, 1.0, top_k, top_p))
         assert probs.isnan().any(1).tolist() == [False, True, True, False, True, False]
-    assert ((sample(logits, *parameters(6, 0.0), torch.zeros(6, dtype=torch.float64))) < 100).all()
+    likeliest, likeliest_of_half = int(healthy.argmax()), int(healthy[:50].argmax())
+    expected = [likeliest, -1, -1, likeliest, -1, likeliest_of_half]
+    assert sample(logits, *parameters(6, 0.0), torch.zeros(6, dtype=torch.float64)).tolist() == expected
+    assert greedy(logits).tolist() == expected
 
 
 def test_no_rows():

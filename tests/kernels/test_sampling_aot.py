@@ -12,12 +12,13 @@ from tests.kernels.aot import Launch, compile_launches  # noqa: E402
 VOCAB_SIZE = 151_936
 NUM_CHUNKS = triton.cdiv(VOCAB_SIZE, CHUNK)
 POINTERS = {
-    **dict.fromkeys(("chunk_max_ptr", "temperature_ptr"), "*fp32"),
+    "chunk_max_ptr": "*fp32",
     **dict.fromkeys(
         ("chunk_id_ptr", "mass_above_ptr", "num_ties_ptr", "cut_ptr", "ids_ptr", "top_k_ptr"), "*i64"
     ),
     **dict.fromkeys(("bounds_ptr", "measures_ptr", "new_bounds_ptr", "new_measures_ptr"), "*i64"),
-    **dict.fromkeys(("top_p_ptr", "uniform_ptr"), "*fp64"),
+    **dict.fromkeys(("newest_ptr", "slots_ptr"), "*i64"),
+    **dict.fromkeys(("temperature_ptr", "top_p_ptr", "uniform_ptr"), "*fp64"),
 }
 ARGUMENTS = {
     "_chunk_max_kernel": ("chunk_max_ptr", "chunk_id_ptr", "cut_ptr"),
@@ -43,6 +44,8 @@ ARGUMENTS = {
         "temperature_ptr",
         "uniform_ptr",
         "ids_ptr",
+        "newest_ptr",
+        "slots_ptr",
     ),
 }
 
@@ -79,9 +82,10 @@ def test_compile_without_spills():
         search(by_count=False),
         search("fp32", by_count=False),
         search(by_count=False, last=True),
-        launch("_weigh_kernel"),
-        launch("_draw_kernel", GREEDY=False),
-        launch("_draw_kernel", GREEDY=True),
+        *(launch("_weigh_kernel", CUT=cut) for cut in (False, True)),
+        *(launch("_draw_kernel", GREEDY=False, CUT=cut, KEEP=True) for cut in (False, True)),
+        launch("_draw_kernel", GREEDY=True, CUT=False, KEEP=True),
+        launch("_draw_kernel", GREEDY=True, CUT=False, KEEP=False),
     ]
     for report in compile_launches(launches):
         report.check()

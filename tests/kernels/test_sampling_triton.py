@@ -108,25 +108,69 @@ def test_greedy(device):
     logits[1, [299, 256]] = 1e30
     logits[2] = -INF
     logits[3, 0], logits[3, 1:] = -0.0, -1.0
-    assert greedy(logits.to(device), use_triton=True).tolist() == [7, 256, 0, 0]
-    assert compare(logits, 0.0, 5, 0.5, 0.9, device).tolist() == [7, 256, 0, 0]
+    assert greedy(logits.to(device), use_triton=True).tolist() == [7, 256, -1, 0]
+    assert compare(logits, 0.0, 5, 0.5, 0.9, device).tolist() == [7, 256, -1, 0]
     view = torch.zeros(300, 4).T
     view[:, 150] = 1
     assert greedy(view.to(device), use_triton=True).tolist() == [150] * 4
     assert greedy(logits[:0].to(device), use_triton=True).shape == (0,)
 
 
-def test_rows_that_are_not_finite_spoil_only_themselves(device):
-    healthy = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    logits = healthy.repeat(5, 1)
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "top_k", "top_p"),
+    [
+        (torch.float32, 0.0, -1, 1.0),
+        (torch.bfloat16, 0.0, -1, 1.0),
+        (torch.float32, 1.0, -1, 1.0),
+        (torch.bfloat16, 1.0, -1, 1.0),
+        (torch.bfloat16, 1.0, 9, 0.9),
+        (torch.float16, 1.0, -1, 0.9),
+    ],
+)
+def test_rows_that_are_not_finite_have_no_token_and_spoil_no_other(dtype, temperature, top_k, top_p, device):
+    """Odd values in the first chunk, in the last, beside infinities of the other sign, and everywhere."""
+    healthy = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits = healthy.repeat(12, 1)
     logits[1, 140], logits[2, 299], logits[3] = NAN, INF, NAN
-    for temperature, top_k, top_p in ((0.0, -1, 1.0), (1.0, -1, 1.0), (1.0, 9, 0.9)):
-        parameters = [torch.full((5,), value) for value in (temperature, top_k, top_p)]
-        uniform = torch.full((5,), 0.4, dtype=torch.float64)
-        ids = sample(logits.to(device), *parameters, uniform, use_triton=True).tolist()
-        alone = sample(healthy[None], *(p[:1] for p in parameters), uniform[:1])
-        assert ids[0] == ids[4] == int(alone)
-        assert all(0 <= token < 300 for token in ids)
+    logits[4], logits[5, 0], logits[6, 299] = -INF, -NAN, NAN
+    logits[7] = -INF
+    logits[7, 200] = NAN
+    logits[8, ::2], logits[9, :256] = -INF, -INF  # which leaves some
+    logits[10, 3], logits[10, 4] = INF, NAN
+    ids = compare(logits, temperature, top_k, top_p, 0.4, device)
+    odd = [1, 2, 3, 4, 5, 6, 7, 10]
+    assert ids[odd].tolist() == [-1] * len(odd)
+    assert (ids[[0, 8, 9, 11]] >= 0).all()
+    alone = compare(healthy[None], temperature, top_k, top_p, 0.4, device)
+    assert ids[0] == ids[11] == alone[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_each_token_becomes_its_slots_newest(temperature, top_p, device):
+    """0 where there is none; slots that are not named keep theirs, and one that is named again and again has one."""
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    logits[3, 7] = NAN
+    slots = torch.tensor([4, 1, 6, 0, 6], device=device)
+    newest = torch.full((7,), 777, device=device)
+    logits = logits.to(device)
+    parameters = (
+        torch.full((5,), temperature, dtype=torch.float64, device=device),
+        torch.full((5,), -1, device=device),
+        torch.full((5,), top_p, dtype=torch.float64, device=device),
+        torch.linspace(0.1, 0.9, 5, dtype=torch.float64, device=device),
+    )
+    if temperature:
+        keep = {"any_top_k": False, "any_top_p": top_p < 1, "keep_in": (newest, slots)}
+        ids = sampling_triton.sample(logits, *parameters, **keep)
+    else:
+        ids = sampling_triton.greedy(logits, keep_in=(newest, slots))
+    assert torch.equal(ids, sample(logits, *parameters))
+    assert ids[3] == -1
+    kept = newest.tolist()
+    assert [kept[slot] for slot in (4, 1, 0)] == [int(ids[0]), int(ids[1]), 0]
+    assert kept[6] in (int(ids[2]), int(ids[4]))
+    assert [kept[slot] for slot in (2, 3, 5)] == [777] * 3
 
 
 def test_needless_searches_are_not_launched(monkeypatch, device):
