@@ -32,7 +32,13 @@ FEWER = {
         "attention=torch",
     ],
     "serving": ["bench.request_rates=[80]"],
-    "correctness": ["bench.num_prompts=2", "bench.output_len=4", "attention=[torch,split_kv]"],
+    "correctness": [
+        "bench.num_prompts=2",
+        "bench.output_len=4",
+        "bench.interpreted_prompts=1",
+        "bench.interpreted_output_len=2",
+        "attention=[torch,split_kv]",
+    ],
 }
 
 

@@ -25,7 +25,7 @@ def _runs_here() -> None:
         pytest.skip(reason)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     context_lens=st.lists(st.integers(0, 100), min_size=1, max_size=6),
     num_programs=st.integers(1, 40),
