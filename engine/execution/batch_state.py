@@ -9,7 +9,6 @@ import torch
 
 from engine.execution.upload import upload
 from engine.scheduling.step import SlotSetting, StepInput
-from kernels.random_stream import uniform
 
 MAX_CANDIDATES = 256
 """Beyond this top_k, ranks gather all logits."""
@@ -29,11 +28,9 @@ class SamplingKind:
 
 
 class BatchState:
-    """Tensors with a row for each slot, and a last one, `padding_slot`, that fills up batches of a fixed size.
+    """The tensors of kernels.slot_state.SlotState, with a row for each slot and a last one, `padding_slot`.
 
-    num_computed [slots] int64: tokens whose KV is written; -1 in the padding row, whose work writes no KV, attends to
-    nothing and is never counted. newest [slots] int64: the token to run next. block_table [slots, max_blocks] int32.
-    temperature, top_p [slots] float64, top_k, seed [slots] int64.
+    The padding row fills up batches of a fixed size: its work writes no KV, attends to nothing and is never counted.
     """
 
     def __init__(
@@ -113,7 +110,3 @@ class BatchState:
             (row, s.num_logprobs) for row, slot in enumerate(slots) if (s := self._settings[slot]) is not None
         ]
         return [(row, count) for row, count in counts if count is not None]
-
-    def uniforms(self, slots: torch.Tensor) -> torch.Tensor:
-        """[rows] float64: the random number of the token that each slot samples now, drawn from its own stream."""
-        return uniform(self.seed[slots], self.num_computed[slots])

@@ -14,6 +14,7 @@ from engine.layers.attention_metadata import AttentionMetadata
 from engine.scheduling.step import Chunk
 from kernels.decode import DecodeProblem
 from kernels.prefill import PrefillProblem
+from kernels.slot_state import DecodeRows, slot_mapping
 
 
 @dataclass(frozen=True)
@@ -57,33 +58,6 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class DecodeRows:
-    """One token a slot, from the state alone: all on the device, so that a CUDA graph can replay it.
-
-    input_ids, positions, slot_mapping: [rows] int64; block_table: [rows, max_blocks] int32; context_lens: [rows] int32.
-    Padding rows have position 0, slot_mapping -1 and context 0.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    context_lens: torch.Tensor
-
-    @classmethod
-    def gather(cls, state: BatchState, slots: torch.Tensor, block_size: int) -> DecodeRows:
-        start = state.num_computed[slots]
-        positions = start.clamp(min=0)
-        return cls(
-            input_ids=state.newest[slots],
-            positions=positions,
-            slot_mapping=_slot_mapping(state, slots, positions, block_size).masked_fill_(start < 0, -1),
-            block_table=state.block_table[slots],
-            context_lens=(start + 1).int(),
-        )
-
-
-@dataclass(frozen=True)
 class ChunkRows:
     """The tokens of the chunks, one chunk after another.
 
@@ -117,7 +91,7 @@ class ChunkRows:
         return cls(
             input_ids=input_ids,
             positions=positions,
-            slot_mapping=_slot_mapping(state, slots[row_of_token], positions, block_size),
+            slot_mapping=slot_mapping(state, slots[row_of_token], positions, block_size),
             slots=slots,
             ends=ends,
             block_table=state.block_table[slots],
@@ -161,13 +135,6 @@ def join_rows(
     return InputBatch(
         _join([rows.input_ids for rows in parts]), _join([rows.positions for rows in parts]), metadata
     )
-
-
-def _slot_mapping(
-    state: BatchState, slots: torch.Tensor, positions: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """[tokens] int64: where each token, of its slot's sequence, writes its KV: block * block_size + offset."""
-    return state.block_table[slots, positions // block_size].long() * block_size + positions % block_size
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

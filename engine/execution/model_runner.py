@@ -19,7 +19,7 @@ from engine.execution.collective_timer import CollectiveTimer
 from engine.execution.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
 from engine.execution.device_clock import DeviceClock
-from engine.execution.input_batch import AttentionShape, ChunkRows, DecodeRows, join_rows
+from engine.execution.input_batch import AttentionShape, ChunkRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
 from engine.execution.sampler import PendingTokens, choose_tokens
@@ -32,6 +32,7 @@ from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
 from kernels.decode.planner import device_name, device_sm_count
 from kernels.persistent import unsupported_block_size
+from kernels.slot_state import DecodeRows, DrawSettings, draw_settings, keep_newest, start_decodes
 
 
 class ModelRunner:
@@ -303,20 +304,22 @@ class ModelRunner:
         slots, sampled_rows = upload(
             self.device, np.array(sampled, np.int64), np.array([*range(num_decodes), *last_rows], np.int64)
         )
-        decode_slots = slots[:num_decodes]
-        decodes = plan = None
+        decodes = plan = settings = None
         if step.decode_slots:
-            decodes = DecodeRows.gather(state, decode_slots, block_size)
+            drawn = kind.any_drawn and not step.chunks
+            decodes, settings = start_decodes(
+                state, slots[:num_decodes], block_size, drawn=drawn, use_triton=self.kernels.use_triton
+            )
             contexts = self._contexts(step.max_decode_context, step.mean_decode_context)
             plan = self._planner.plan(num_decodes, contexts)
         chunks = ChunkRows.build(state, step.chunks, block_size) if step.chunks else None
         hidden = self._forward(decodes, chunks, plan)
-        if decodes is not None:
-            state.num_computed[decode_slots] += 1
         if chunks is not None:
             state.num_computed[chunks.slots] = chunks.ends
             hidden = hidden[sampled_rows]
-        return self._sample(hidden, slots, kind)
+            if kind.any_drawn:
+                settings = draw_settings(state, slots, use_triton=self.kernels.use_triton)
+        return self._sample(hidden, slots, kind, settings)
 
     def _contexts(self, longest: int, mean: int) -> ContextBucket:
         return ContextBucket.of(longest, mean, self.max_model_len)
@@ -325,11 +328,14 @@ class ModelRunner:
         self, slots: torch.Tensor, kind: SamplingKind, plan: DecodePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A decode step of these slots that a graph can capture: it holds for every context that the plan holds for."""
-        rows = DecodeRows.gather(self.state, slots, self.shape.block_size)
-        hidden = self._forward(rows, None, plan)
-        counted = self.state.num_computed[slots]
-        self.state.num_computed[slots] = torch.where(counted < 0, counted, counted + 1)
-        return self._sample(hidden, slots, kind)
+        rows, settings = start_decodes(
+            self.state,
+            slots,
+            self.shape.block_size,
+            drawn=kind.any_drawn,
+            use_triton=self.kernels.use_triton,
+        )
+        return self._sample(self._forward(rows, None, plan), slots, kind, settings)
 
     def _forward(
         self, decodes: DecodeRows | None, chunks: ChunkRows | None, plan: DecodePlan | None
@@ -338,13 +344,14 @@ class ModelRunner:
         return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache)
 
     def _sample(
-        self, hidden: torch.Tensor, slots: torch.Tensor, kind: SamplingKind
+        self, hidden: torch.Tensor, slots: torch.Tensor, kind: SamplingKind, settings: DrawSettings | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token_ids [rows], logits [rows, ids]); each token becomes its slot's newest.
+        """(token_ids [rows], logits [rows, ids]); each token becomes its slot's newest. settings: if kind.any_drawn.
 
         The logits are those of all ids if kind.num_candidates is 0; else they are only good for this choice.
         """
         head, use_triton = self.model.lm_head, self.kernels.use_triton
+        keep_in = (self.state.newest, slots) if use_triton and self.group.size == 1 else None
         if kind.num_candidates and not kind.any_drawn:
             logits = head.local_logits(hidden)
             token_ids = greedy_tokens(logits, head, use_triton=use_triton)
@@ -353,9 +360,10 @@ class ModelRunner:
                 logits = likeliest_logits(head.local_logits(hidden), head, kind.num_candidates)
             else:
                 logits = self.model.compute_logits(hidden)
-            token_ids = choose_tokens(logits, self.state, slots, kind, use_triton=use_triton)
+            token_ids = choose_tokens(logits, settings, kind, use_triton=use_triton, keep_in=keep_in)
             token_ids = self.group.broadcast(token_ids)
-        self.state.newest[slots] = token_ids.clamp(min=0)
+        if keep_in is None:
+            keep_newest(self.state, slots, token_ids, use_triton=use_triton)
         return token_ids, logits
 
     def forced_logits_on_host(self, *arguments: Any, **options: Any) -> np.ndarray:

@@ -6,32 +6,46 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.execution.batch_state import BatchState, SamplingKind
+from engine.execution.batch_state import SamplingKind
 from engine.execution.device_clock import DeviceSpan, DeviceTimes
 from engine.execution.upload import upload
 from engine.scheduling.step import SampledToken
 from kernels import sampling, sampling_triton
+from kernels.sampling_triton import Newest
+from kernels.slot_state import DrawSettings
 
 
 def choose_tokens(
-    logits: torch.Tensor, state: BatchState, slots: torch.Tensor, kind: SamplingKind, *, use_triton: bool
+    logits: torch.Tensor,
+    settings: DrawSettings | None,
+    kind: SamplingKind,
+    *,
+    use_triton: bool,
+    keep_in: Newest | None = None,
 ) -> torch.Tensor:
-    """[rows] int64, the next token of each slot, or -1 where its logits hold NaN or +inf.
+    """[rows] int64, the next token of each row, or -1 where its logits hold NaN or +inf, or nothing above -inf.
 
-    logits: [rows, vocab_size], any float dtype. The state's num_computed must count the tokens that led to them. Waits
-    for nothing when use_triton is on, so that it can be captured.
+    logits: [rows, vocab_size], any float dtype. settings: of the rows, or None if no row is drawn. keep_in: where each
+    token becomes its slot's newest as it is chosen; only with use_triton. Waits for nothing when use_triton is on, so
+    that it can be captured.
     """
-    if not kind.any_drawn:
-        token_ids = sampling.greedy(logits, use_triton=use_triton)
-    else:
-        settings = state.temperature[slots], state.top_k[slots], state.top_p[slots]
-        if use_triton:
-            token_ids = sampling_triton.sample(
-                logits, *settings, state.uniforms(slots), any_top_k=kind.any_top_k, any_top_p=kind.any_top_p
-            )
-        else:
-            token_ids = sampling.sample(logits, *settings, state.uniforms(slots))
-    return token_ids.masked_fill(~sampling.finite_rows(logits), -1)
+    if not use_triton:
+        assert keep_in is None
+        if settings is None:
+            return sampling.greedy(logits)
+        return sampling.sample(logits, settings.temperature, settings.top_k, settings.top_p, settings.uniform)
+    if settings is None:
+        return sampling_triton.greedy(logits, keep_in=keep_in)
+    return sampling_triton.sample(
+        logits,
+        settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        settings.uniform,
+        any_top_k=kind.any_top_k,
+        any_top_p=kind.any_top_p,
+        keep_in=keep_in,
+    )
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,12 @@ from kernels.norm import add_rms_norm, rms_norm
 from kernels.qk_norm_rope_write import qk_norm_rope_write
 from kernels.rope import apply_rope
 from kernels.sampling import greedy, sample
+from kernels.slot_state import draw_settings, keep_newest, start_decodes
 from kernels.triton_support import INTERPRETING
 from tests.kernels import prefill_case
 from tests.kernels.all_reduce_case import PlayedPeers, rank_order_sum
 from tests.kernels.decode_cases import expected, make_case, quantised, worst_error
+from tests.kernels.slot_case import assert_same_rows, assert_same_settings, assert_same_slots, make_slots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float16  # computed by the interpreter as by a GPU
@@ -196,6 +198,24 @@ def elementwise_runs() -> dict[str, Run]:
     }
 
 
+def run_slot_state() -> float:
+    """A decode step's beginning and end, padding among its rows, bit for bit as torch's."""
+    slots = make_slots([0, 5, 129], 9, DEVICE)
+    index = torch.tensor([2, 3, 0, 3], device=DEVICE)
+    outcomes = []
+    for use_triton in (True, False):
+        state = slots.clone()
+        rows, settings = start_decodes(state, index, 16, drawn=True, use_triton=use_triton)
+        keep_newest(state, index, torch.tensor([7, 0, -1, 0], device=DEVICE), use_triton=use_triton)
+        outcomes.append((rows, settings, draw_settings(state, index, use_triton=use_triton), state))
+    (rows, *settings, state), (wanted_rows, *wanted, wanted_state) = outcomes
+    assert_same_rows(rows, wanted_rows, 16)
+    for each, other in zip(settings, wanted):
+        assert_same_settings(each, other)
+    assert_same_slots(state, wanted_state)
+    return 0.0
+
+
 def run_all_reduce() -> float:
     """Rank 1 of 3, twice: once in each half."""
     peers = PlayedPeers(1, 3, DEVICE)
@@ -215,6 +235,7 @@ def all_runs() -> dict[str, Run]:
         "prefill triton, chunks of prompts": lambda: run_prefill([5, 0, 40], [20, 3, 90]),
         "prefill triton, one token": lambda: run_prefill([1], [70]),
         **elementwise_runs(),
+        "slot state": run_slot_state,
         "one-shot all-reduce": run_all_reduce,
     }
 
