@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from experiments.failures import UnsupportedError, describe
 from experiments.kernel_bench import BoundCall, Candidate
 from kernels import costs, sampling_triton
 from kernels.activation import silu_mul
@@ -269,13 +270,26 @@ def compiled(run: Run, backend: str | Callable[..., Any] = "inductor") -> Callab
     """run's torch path through torch.compile, in one graph for the shapes of the inputs that it is called with.
 
     What is compiled again for other shapes counts towards a limit a code object, so that each call here makes its own.
+    Raises UnsupportedError where the compiler fails (torch 2.11's Inductor on `sample`): this build lacks the peer.
     """
 
     def call(inputs: Inputs) -> Outputs:
         return run(inputs, False)
 
     own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-    return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
+    from torch._dynamo.exc import BackendCompilerFailed  # imported, the compiler takes seconds
+
+    made = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
+
+    def call_or_say(inputs: Inputs) -> Outputs:
+        try:
+            return made(inputs)
+        except BackendCompilerFailed as error:
+            raise UnsupportedError(
+                f"torch {torch.__version__} cannot compile it: {describe(error)}"
+            ) from error
+
+    return call_or_say
 
 
 def compile_unavailable(device: torch.device) -> str | None:

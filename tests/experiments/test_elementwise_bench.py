@@ -104,7 +104,8 @@ def test_a_failing_compiler_fails_its_own_row_alone(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(elementwise_bench, "compiled", lambda run: compiled(run, broken))
     monkeypatch.setattr(elementwise_bench, "compile_unavailable", lambda device: None)
     rows = measured(tmp_path, "rms_norm")
-    assert rows["compile"]["status"] == "error"
+    assert rows["compile"]["status"] == "unsupported"
+    assert f"torch {torch.__version__} cannot compile it" in rows["compile"]["error"]
     assert "no code for you" in rows["compile"]["error"]
     assert rows["torch"]["status"] == "ok"
     assert list(rows) == list(reversed(PATHS))

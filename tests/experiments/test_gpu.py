@@ -54,11 +54,14 @@ def test_kernels_are_timed_by_graph_replay_cold_and_hot(tmp_path: Path) -> None:
 def test_all_paths_of_elementwise_operations_are_right_and_timed(tmp_path: Path) -> None:
     options = ("model=qwen3_0_6b", "bench.num_tokens=[4]", "size.rounds=1", "size.samples=2")
     code, df, _ = run(tmp_path, "elementwise_kernel", *options)
-    failed = df.loc[df["status"] != "ok", ["operation", "variant", "status", "error"]]
+    # An operation that this torch's Inductor cannot compile: `sample` with 2.11.
+    unable = (df["variant"] == "compile") & (df["status"] == "unsupported")
+    assert set(df.loc[unable, "operation"]) <= {"sample"}
+    failed = df.loc[(df["status"] != "ok") & ~unable, ["operation", "variant", "status", "error"]]
     assert failed.empty, failed.to_dict("records")
     assert code == 0
     assert set(df["variant"]) == {"torch", "triton", "compile"}
-    assert (df.loc[df["variant"] != "torch", "timing_method"] == "cuda_graph").all()
+    assert (df.loc[(df["variant"] != "torch") & ~unable, "timing_method"] == "cuda_graph").all()
 
 
 def test_steps_run_isolated_and_are_checked(tmp_path: Path) -> None:
