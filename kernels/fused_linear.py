@@ -57,10 +57,16 @@ class Norm(NamedTuple):
     eps: float
 
 
-def choose_dot_tile(out_features: int, element_size: int = 2) -> DotTile:
-    """A warp for every 8 outputs, and enough programs for all SMs. out_features: rows of the weight, gated or not."""
+def choose_dot_tile(out_features: int, element_size: int = 2, *, norm: bool = False) -> DotTile:
+    """A warp for every 8 outputs, and enough programs for all SMs. out_features: rows of the weight, gated or not.
+
+    norm: each warp also reads its norm weights and a part of x again from shared memory, which then is as busy as
+    device memory; with 16 outputs a warp the tile of x is read half as often (results/NOTES.md).
+    """
     if element_size > 2:  # exact fp32 products, without tensor cores, keep their operands in registers
         return DotTile(16, 32, 2, 2)
+    if norm:
+        return DotTile(32, 128, 2, 7)
     return DotTile(16, 256, 2, 6) if out_features <= 4096 else DotTile(32, 256, 4, 4)
 
 
@@ -111,7 +117,7 @@ def _launch(
 ) -> None:
     out_features, in_features = weight.shape
     _check(x, weight, bias, out if add else None, norm)
-    tile = tile or choose_dot_tile(out_features, x.element_size())
+    tile = tile or choose_dot_tile(out_features, x.element_size(), norm=norm is not None)
     with on_device(x):
         _dot_kernel[(triton.cdiv(out_features, tile.block_n),)](
             x,

@@ -23,14 +23,14 @@ SHAPES = [
 MAX_SPILLED_WIDE = 8
 
 
-# Outputs, inputs, gated, with a norm: 8B's qkv and gate_up, and one of the narrow tile.
-INSIDE = [(6144, 4096, False), (24576, 4096, True), (2048, 1024, True)]
+# Outputs, inputs, gated, with a norm: 8B's qkv and gate_up.
+INSIDE = [(6144, 4096, False), (24576, 4096, True)]
 
 
 def dot(
     n: int, k: int, *, add: bool = True, norm: bool = False, gated: bool = False, dtype: str = "bf16"
 ) -> Launch:
-    tile = choose_dot_tile(n, 4 if dtype == "fp32" else 2)
+    tile = choose_dot_tile(n, 4 if dtype == "fp32" else 2, norm=norm)
     pointers = ("norm_ptr",) if norm else ()
     return Launch(
         kernel="kernels.fused_linear:_dot_kernel",
@@ -70,8 +70,8 @@ def test_norm_and_activation_inside_compile_for_every_gpu(dtype):
         if dtype != "fp32":
             assert "mma.sync" in report.ptx, str(report)
             assert "cp.async.cg" in report.ptx, f"{report} is not pipelined"
-            # What the separate product takes, and a few KB: three programs of the wide tile on an H200.
-            assert report.shared <= 86 * 1024, str(report)
+            # Three programs an SM on an H200, as of the separate product, though the norm's weights travel too.
+            assert report.shared <= 75 * 1024, str(report)
 
 
 def test_weights_reach_the_tensor_cores_without_a_detour():
