@@ -56,8 +56,8 @@ def _choose_fusion(
         reason = f"tensor_parallel_size 1, got {config.tensor_parallel_size}"
     if reason and name != "auto":
         raise ValueError(f"layer_fusion {name!r} needs {reason}")
-    if name in ("on", "inside"):
-        return LayerFusion(max_rows=MAX_ROWS, inside=name == "inside")
+    if name == "on":
+        return LayerFusion(max_rows=MAX_ROWS)
     half = dtype in (torch.float16, torch.bfloat16)
     return measured_fusion(hidden_size) if half and not reason else NO_FUSION
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.activation import silu_mul
-from kernels.fused_linear import MAX_ROWS, Norm, add_linear, dot_linear
+from kernels.fused_linear import MAX_ROWS, add_linear, dot_linear
 from kernels.norm import rms_norm
 
 MIN_ROWS = 2
@@ -20,14 +20,10 @@ class LayerFusion:
 
     Their products, and those of qkv_proj and gate_up_proj, are kernels/fused_linear.py's. The default fuses nothing.
     Only for whole layers on one rank: an all-reduce would have to come before the sum.
-
-    inside: the norms before qkv_proj and gate_up_proj, and the activation, are computed inside these products, not by
-    kernels of their own.
     """
 
     min_rows: int = MIN_ROWS
     max_rows: int = 0
-    inside: bool = False
 
     def __post_init__(self) -> None:
         if self.min_rows < 1:
@@ -39,21 +35,19 @@ class LayerFusion:
         """Whether a step runs fused: decode rows alone, and few of them."""
         return num_decodes == num_tokens and self.min_rows <= num_tokens <= self.max_rows
 
-    def norm_linear(self, stream: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def norm_linear(
+        self, stream: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """rms_norm(stream) by weight: [rows, out_features]."""
-        if self.inside:
-            return dot_linear(stream, weight, bias, norm=norm)
-        return dot_linear(rms_norm(stream, norm.weight, norm.eps, use_triton=True), weight, bias)
-
-    def gated_linear(self, stream: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """silu(gate) * up of rms_norm(stream) by weight, whose rows are gate's, then up's: [rows, intermediate]."""
-        if self.inside:
-            return dot_linear(stream, weight, bias, norm=norm, gated=True)
-        return silu_mul(self.norm_linear(stream, norm, weight, bias), use_triton=True)
+        return dot_linear(rms_norm(stream, norm_weight, eps, use_triton=True), weight, bias)
 
     def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor) -> None:
         """stream += x by weight, in place."""
         add_linear(x, weight, stream, bias)
+
+    def gated_linear(self, gate_up: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor) -> None:
+        """stream += (silu(gate) * up) by weight, in place."""
+        self.add_linear(silu_mul(gate_up, use_triton=True), weight, bias, stream)
 
 
 NO_FUSION = LayerFusion()
@@ -63,9 +57,7 @@ def measured_fusion(hidden_size: int) -> LayerFusion:
     """What "auto" takes in half precision: what beat separate kernels on an H200 (results/NOTES.md).
 
     Measured at 1, 2, 4, 8 and 16 rows of Qwen3-0.6B, 8B and 32B in bf16, hidden sizes 1024, 4096 and 5120: no gain in
-    the first, from 2 rows on in the second, from 4 in the third (3 rows run as 4 in a CUDA graph). Below 4096 nothing
-    is fused, since nothing between 1024 and 4096 was measured; beyond 5120 the third's rows are assumed.
+    the first, from 2 rows on in the others (32B at 16 rows: none to speak of). Below 4096 nothing is fused, since
+    nothing between 1024 and 4096 was measured.
     """
-    if hidden_size < 4096:
-        return NO_FUSION
-    return LayerFusion(min_rows=2 if hidden_size == 4096 else 3, max_rows=MAX_ROWS)
+    return NO_FUSION if hidden_size < 4096 else LayerFusion(max_rows=MAX_ROWS)

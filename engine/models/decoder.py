@@ -2,9 +2,8 @@
 
 Modules carry Transformers' names (embed_tokens, layers.i.self_attn, norm, lm_head, ...) so that forward hooks can
 compare the two layer by layer. Residual additions are fused into the norm that follows, or, in decode steps of few
-rows that KernelChoice.fusion takes, into the product before (there modules within a layer are not called, and norms
-and activation may be part of the products too). After prepare_persistent_layers the steps of fewest rows are one launch
-(there no layer is called).
+rows that KernelChoice.fusion takes, into the product before (there modules within a layer are not called). After
+prepare_persistent_layers the steps of fewest rows are one launch (there no layer is called).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weight_shard import WeightShard
 from engine.models.config import ModelConfig, check_parallel
 from engine.parallel.group import ParallelGroup
-from kernels.fused_linear import Norm
 from kernels.persistent import LayerShape, PersistentLayers
 
 
@@ -101,13 +99,13 @@ class DecoderLayer(nn.Module):
     ) -> None:
         """The layer on its residual stream [rows, hidden_size], in place."""
         fusion, attention, mlp = self.fusion, self.self_attn, self.mlp
-        norm = Norm(self.input_layernorm.weight, self.input_layernorm.eps)
-        qkv = fusion.norm_linear(stream, norm, attention.qkv_proj.weight, attention.qkv_proj.bias)
+        norm, product = self.input_layernorm, attention.qkv_proj
+        qkv = fusion.norm_linear(stream, norm.weight, norm.eps, product.weight, product.bias)
         heads = attention.attend(qkv, positions, rotary, metadata, kv_cache)
         fusion.add_linear(heads, attention.o_proj.weight, attention.o_proj.bias, stream)
-        norm = Norm(self.post_attention_layernorm.weight, self.post_attention_layernorm.eps)
-        gated = fusion.gated_linear(stream, norm, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias)
-        fusion.add_linear(gated, mlp.down_proj.weight, mlp.down_proj.bias, stream)
+        norm, product = self.post_attention_layernorm, mlp.gate_up_proj
+        gate_up = fusion.norm_linear(stream, norm.weight, norm.eps, product.weight, product.bias)
+        fusion.gated_linear(gate_up, mlp.down_proj.weight, mlp.down_proj.bias, stream)
 
     def persistent_weights(self) -> dict[str, Tensor]:
         """The layer's parameters by the names of kernels/persistent."""

@@ -189,8 +189,8 @@ def _walk_keys(
 ):
     """Fold keys start .. stop - 1 into (acc, row_max, row_sum); without MASKED every row sees all of them.
 
-    entries: the table's for the tile at `start`; each turn loads the next one's, up to `end`, so that no copy of keys or
-    values waits for its address. scale_log2 is not negative.
+    entries: the table's for the tile at `start`; each turn loads the next one's, up to `end`, so that no copy of keys
+    or values waits for its address. scale_log2 is not negative.
     """
     dims = tl.arange(0, BLOCK_D)
     for first in range(start, stop, BLOCK_N):

@@ -23,32 +23,23 @@ SHAPES = [
 MAX_SPILLED_WIDE = 8
 
 
-# Outputs, inputs, gated, with a norm: 8B's qkv and gate_up.
-INSIDE = [(6144, 4096, False), (24576, 4096, True)]
-
-
-def dot(
-    n: int, k: int, *, add: bool = True, norm: bool = False, gated: bool = False, dtype: str = "bf16"
-) -> Launch:
-    tile = choose_dot_tile(n, 4 if dtype == "fp32" else 2, norm=norm)
-    pointers = ("norm_ptr",) if norm else ()
+def dot(n: int, k: int, *, add: bool = True, dtype: str = "bf16") -> Launch:
+    tile = choose_dot_tile(n, 4 if dtype == "fp32" else 2)
     return Launch(
         kernel="kernels.fused_linear:_dot_kernel",
-        types=dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", *pointers), f"*{dtype}") | {"eps": "fp32"},
+        types=dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{dtype}"),
         constexprs={
             "bias_ptr": None,
-            **({} if norm else {"norm_ptr": None}),
             "ROWS": MAX_ROWS,
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,
             "STAGES": tile.num_stages,
             "ADD": add,
-            "GATED": gated,
-            "DOT_DTYPE": {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[dtype],
+            "DOT_DTYPE": {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype],
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        label=f"{n} x {k} {dtype} {tile} add {add} norm {norm} gated {gated}",
+        label=f"{n} x {k} {dtype} {tile} add {add}",
     )
 
 
@@ -59,23 +50,3 @@ def test_compile_for_every_gpu():
         if "fp32" not in report.launch.label:
             assert "mma.sync" in report.ptx, str(report)
             assert "cp.async.cg" in report.ptx, f"{report} is not pipelined"
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_norm_and_activation_inside_compile_for_every_gpu(dtype):
-    launches = [dot(n, k, add=False, norm=True, gated=gated, dtype=dtype) for n, k, gated in INSIDE]
-    launches.append(dot(24576, 4096, add=False, gated=True, dtype=dtype))
-    for report in compile_launches(launches):
-        report.check(MAX_SPILLED_WIDE)
-        if dtype != "fp32":
-            assert "mma.sync" in report.ptx, str(report)
-            assert "cp.async.cg" in report.ptx, f"{report} is not pipelined"
-            # Three programs an SM on an H200, as of the separate product, though the norm's weights travel too.
-            assert report.shared <= 75 * 1024, str(report)
-
-
-def test_weights_reach_the_tensor_cores_without_a_detour():
-    """The norm's weight is multiplied in registers: up to the last product no thread stores to shared memory."""
-    for report in compile_launches([dot(24576, 4096, add=False, norm=True, gated=True)], [90]):
-        assert "st.shared" not in report.ptx.rsplit("mma.sync", 1)[0], str(report)
-        assert report.registers <= 128, str(report)
