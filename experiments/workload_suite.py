@@ -45,6 +45,10 @@ PLOTTED = (
 )
 
 
+WARM_TOKENS = 2048
+"""Longer outputs bring a capture now and then, where a context passes a power of two."""
+
+
 class WorkloadSuite(Suite):
     """Points are variants x cases; a case is the params that phases() makes requests of.
 
@@ -110,7 +114,8 @@ class WorkloadSuite(Suite):
             record_token_times=True,
             **self.engine_options,
         ) as engine:
-            self._warm_up(engine.llm, params, setup.model_config.vocab_size, rng)
+            for phase in self.phases(params, setup.model_config.vocab_size, rng)[:1]:
+                workload.serve(engine.llm, warm_up(phase.requests, context.device.type))
             for number in range(params["rounds"]):
                 for phase in self.phases(params, setup.model_config.vocab_size, rng):
                     engine.llm.reset_prefix_cache()
@@ -122,15 +127,6 @@ class WorkloadSuite(Suite):
                         self._row(point, context, setup, run, params["first_round"] + number, columns)
                     )
         return rows
-
-    def _warm_up(self, llm: Any, case: Mapping[str, Any], vocab_size: int, rng: random.Random) -> None:
-        """Untimed: the first round's requests cut to a few tokens, so that nothing is compiled while it is timed."""
-        requests = [
-            Request(request.prompt, min(request.output_len, 4))
-            for phase in self.phases(case, vocab_size, rng)[:1]
-            for request in phase.requests
-        ]
-        workload.serve(llm, requests)
 
     def _row(
         self,
@@ -164,6 +160,16 @@ class WorkloadSuite(Suite):
         from experiments.tables import summarise
 
         return summarise(rows, medians=(*workload.COLUMNS, *_MEASURED), intervals=PLOTTED)
+
+
+def warm_up(requests: Sequence[Request], device_type: str) -> list[Request]:
+    """What is served untimed before the first round: all its requests, at once.
+
+    On a GPU to their ends, or WARM_TOKENS: a CUDA graph is captured when its batch size or plan of attention first
+    occurs, while requests end and contexts grow. Elsewhere a few tokens compile everything.
+    """
+    most = WARM_TOKENS if device_type == "cuda" else 4
+    return [Request(request.prompt, min(request.output_len, most)) for request in requests]
 
 
 def workload_cost(config: ModelConfig, run: WorkloadRun, tp: int, dtype: Any) -> Any:
