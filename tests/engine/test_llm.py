@@ -104,14 +104,14 @@ def test_triton_kernels_in_the_interpreter_give_the_same(checkpoint, decode):
     directory, prompts, expected = checkpoint
     ids, _ = ids_of(
         directory,
-        prompts[:3],
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        prompts[:2],
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
         decode_attention=decode,
         prefill_attention="triton",
         use_triton=True,
         max_num_batched_tokens=48,
     )
-    assert ids == [tokens[:4] for tokens in expected[:3]]
+    assert ids == [tokens[:3] for tokens in expected[:2]]
 
 
 def test_unwritten_kv_never_reaches_a_result(checkpoint):

@@ -15,7 +15,7 @@ stream_k = decode.get("stream_k")
 DEVICE = torch.device("cpu" if INTERPRETING else "cuda")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     context_lens=st.lists(st.integers(0, 100), min_size=1, max_size=6),
     num_programs=st.integers(1, 40),
