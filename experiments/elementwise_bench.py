@@ -272,13 +272,12 @@ def compiled(run: Run, backend: str | Callable[..., Any] = "inductor") -> Callab
     What is compiled again for other shapes counts towards a limit a code object, so that each call here makes its own.
     Raises UnsupportedError where the compiler fails (torch 2.11's Inductor on `sample`): this build lacks the peer.
     """
+    from torch._dynamo.exc import BackendCompilerFailed  # imported, the compiler takes seconds
 
     def call(inputs: Inputs) -> Outputs:
         return run(inputs, False)
 
     own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-    from torch._dynamo.exc import BackendCompilerFailed  # imported, the compiler takes seconds
-
     made = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
     def call_or_say(inputs: Inputs) -> Outputs:
