@@ -15,8 +15,9 @@ from kernels.all_reduce import PeerBuffers, buffer_bytes, one_shot_all_reduce
 MAX_PEER_BYTES = 8 << 20
 """What a rank reads from all its peers in one call, at most: they send each tensor whole, NCCL's ring two parts of it.
 
-Two H200s: about a third of NCCL's time up to 128 KB, half at 2.6 MB, 0.84 of it at 8 MB (results/tp2-h200/all_reduce.json).
-More ranks and other links are not measured: `python -m experiments.two_gpus all_reduce` shows where NCCL is faster.
+Two H200s: about a third of NCCL's time up to 128 KB, half at 2.6 MB, 0.84 of it at 8 MB
+(results/tp2-h200/all_reduce.json). More ranks and other links are not measured: `python -m experiments.two_gpus
+all_reduce` shows where NCCL is faster.
 """
 
 
