@@ -15,7 +15,7 @@ from experiments import stats
 KEYS = (
     *("suite", "level", "model", "load_format", "dtype", "tp", "num_q_heads", "num_kv_heads", "head_dim"),
     *("block_size", "operation", "batch_size", "query_len", "context_len", "unique_len", "output_len"),
-    *("arrivals", "request_rate", "cache_state"),
+    *("arrivals", "request_rate", "temperature", "top_k", "top_p", "cache_state"),
 )
 SERIES = "variant"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from engine.outputs import RequestOutput
 
 PERCENTILES = (50, 90, 99)
+
+GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,17 @@ class WorkloadRun:
     num_steps: int
 
 
-def serve(llm: LLM, requests: Sequence[Request], sleep: Callable[[float], None] = time.sleep) -> WorkloadRun:
+def serve(
+    llm: LLM,
+    requests: Sequence[Request],
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    sampling: Mapping[str, Any] = GREEDY,
+) -> WorkloadRun:
     """Add each request when its time comes and step the engine until all have ended.
 
-    Times are of engine.clock. A request that the engine refuses is served with that error.
+    Times are of engine.clock. A request that the engine refuses is served with that error. sampling: what of
+    SamplingParams all requests share (temperature, top_k, top_p).
     """
     engine, clock = llm.engine, llm.engine.clock
     waiting = sorted(range(len(requests)), key=lambda i: (requests[i].arrival_s, i), reverse=True)
@@ -99,7 +108,7 @@ def serve(llm: LLM, requests: Sequence[Request], sleep: Callable[[float], None] 
             while waiting and requests[waiting[-1]].arrival_s <= clock() - start:
                 i = waiting.pop()
                 try:
-                    index[_add(llm, requests[i])] = i
+                    index[_add(llm, requests[i], sampling)] = i
                 except ValueError as error:
                     refused[i] = str(error)
             if not engine.has_unfinished_requests():
@@ -128,10 +137,10 @@ def serve(llm: LLM, requests: Sequence[Request], sleep: Callable[[float], None] 
     )
 
 
-def _add(llm: LLM, request: Request) -> str:
+def _add(llm: LLM, request: Request, sampling: Mapping[str, Any]) -> str:
     from engine import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
+    params = SamplingParams(**sampling, max_tokens=request.output_len, ignore_eos=True)
     return llm.engine.add_request(request.prompt, params)
 
 
@@ -158,6 +167,9 @@ def _served(request: Request, output: RequestOutput | None, refusal: str | None,
 
 # Columns that only rows of workloads have.
 COLUMNS = {
+    "temperature": "float64",  # of every request, like top_k and top_p
+    "top_k": "Int64",
+    "top_p": "float64",
     "elapsed_s": "float64",
     "output_tok_s": "float64",  # over the whole elapsed time
     "total_tok_s": "float64",  # prompt and output tokens over the whole elapsed time

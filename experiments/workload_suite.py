@@ -52,7 +52,8 @@ WARM_TOKENS = 2048
 class WorkloadSuite(Suite):
     """Points are variants x cases; a case is the params that phases() makes requests of.
 
-    Options have `rounds`, how often a point's phases are repeated with fresh prompts, and may have `engine_passes`.
+    Options have `rounds`, how often a point's phases are repeated with fresh prompts, and `sampling`, of all requests;
+    they may have `engine_passes`.
     """
 
     columns = workload.COLUMNS
@@ -65,6 +66,10 @@ class WorkloadSuite(Suite):
     @abstractmethod
     def phases(self, case: Mapping[str, Any], vocab_size: int, rng: random.Random) -> list[Phase]:
         """One round of a case."""
+
+    def draws(self, point: Point, context: PointContext) -> random.Random:
+        """What a point's requests are drawn from, its warm-up and its first round alike."""
+        return random.Random(context.shared_seed(point))
 
     def concurrency(self, case: Mapping[str, Any]) -> int:
         """Sequences that the engine is to hold at once."""
@@ -87,6 +92,7 @@ class WorkloadSuite(Suite):
                 params = setup.columns() | case
                 params |= {
                     "level": "workload",
+                    **chosen.sampling,
                     **engine_pass.params,
                     "seed": settings.seed,
                     "model_config": settings.model.argument,
@@ -103,7 +109,7 @@ class WorkloadSuite(Suite):
         params = point.params
         variant = next(v for v in context.settings.variants if v.name == params["variant"])
         setup = EngineSetup(context.settings, variant, params["tp"])
-        rng = random.Random(context.shared_seed(point))
+        sampling = {name: params[name] for name in ("temperature", "top_k", "top_p")}
         rows = []
         with checked_engine(
             setup,
@@ -114,14 +120,16 @@ class WorkloadSuite(Suite):
             record_token_times=True,
             **self.engine_options,
         ) as engine:
-            for phase in self.phases(params, setup.model_config.vocab_size, rng)[:1]:
-                workload.serve(engine.llm, warm_up(phase.requests, context.device.type))
+            for phase in self.phases(params, setup.model_config.vocab_size, self.draws(point, context))[:1]:
+                requests = warm_up(phase.requests, context.device.type)
+                workload.serve(engine.llm, requests, sampling=sampling)
+            rng = self.draws(point, context)
             for number in range(params["rounds"]):
                 for phase in self.phases(params, setup.model_config.vocab_size, rng):
                     engine.llm.reset_prefix_cache()
                     if phase.prime:
-                        workload.serve(engine.llm, phase.prime)
-                    run = workload.serve(engine.llm, phase.requests)
+                        workload.serve(engine.llm, phase.prime, sampling=sampling)
+                    run = workload.serve(engine.llm, phase.requests, sampling=sampling)
                     columns = engine.columns | engine.peak_memory() | dict(phase.columns)
                     rows.append(
                         self._row(point, context, setup, run, params["first_round"] + number, columns)
@@ -157,9 +165,10 @@ class WorkloadSuite(Suite):
         return (EngineSetup(settings, settings.variants[0]).dtype_name,)
 
     def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
-        from experiments.tables import summarise
+        from experiments.tables import KEYS, summarise
 
-        return summarise(rows, medians=(*workload.COLUMNS, *_MEASURED), intervals=PLOTTED)
+        medians = [name for name in (*self.columns, *_MEASURED) if name not in KEYS]
+        return summarise(rows, medians=medians, intervals=PLOTTED)
 
 
 def warm_up(requests: Sequence[Request], device_type: str) -> list[Request]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.passes import in_turn
@@ -34,8 +34,10 @@ class AttributionOptions:
     engine_passes: int
     tensor_parallel: Any
     max_interpreted_tokens: int
+    sampling: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sampling", options.sampling("sampling", self.sampling))
         for name in ("batch_sizes", "context_lens", "tensor_parallel"):
             object.__setattr__(self, name, options.positives(name, getattr(self, name)))
         for name in ("output_len", "engine_steps", "rounds", "engine_passes", "max_interpreted_tokens"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from experiments.suites import options
@@ -26,8 +26,10 @@ class ConcurrencyOptions:
     output_len: int
     tensor_parallel: Any
     rounds: int
+    sampling: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sampling", options.sampling("sampling", self.sampling))
         for name in ("input_len", "output_len", "rounds"):
             options.positive(name, getattr(self, name))
         for name in ("num_seqs", "tensor_parallel"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 LEVELS = ("kernel", "step")
@@ -58,6 +59,23 @@ def rates(name: str, value: Any) -> tuple[float, ...]:
     if not values:
         raise ValueError(f"bench.{name} is empty")
     return tuple(dict.fromkeys(float(each) for each in values))
+
+
+def sampling(name: str, value: Any) -> dict[str, Any]:
+    """temperature, top_k and top_p of every request of a workload; what is left out is greedy and uncut."""
+    from engine import SamplingParams
+
+    known = {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"bench.{name} must be a mapping of {', '.join(known)}, got {value!r}")
+    unknown = sorted(set(value) - set(known))
+    if unknown:
+        raise ValueError(f"unknown option bench.{name}.{unknown[0]}; known: {', '.join(known)}")
+    try:
+        params = SamplingParams(**(known | dict(value)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"bench.{name}.{error}") from error
+    return {each: getattr(params, each) for each in known}
 
 
 def heads(name: str, value: Any) -> tuple[tuple[int, int], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from experiments.stats import paired_ratio
@@ -28,8 +28,10 @@ class PrefixCacheOptions:
     output_len: int
     tensor_parallel: Any
     rounds: int
+    sampling: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sampling", options.sampling("sampling", self.sampling))
         for name in ("num_seqs", "output_len", "rounds"):
             options.positive(name, getattr(self, name))
         for name in ("input_lens", "unique_lens", "tensor_parallel"):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import arrivals, workload
 from experiments.suites import options
 from experiments.workload import Request, WorkloadRun
-from experiments.workload_suite import PLOTTED, Phase, WorkloadSuite, random_prompt
+from experiments.workload_suite import Phase, WorkloadSuite, random_prompt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,8 +39,10 @@ class ServingOptions:
     tpot_target_ms: float
     tensor_parallel: Any
     rounds: int
+    sampling: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sampling", options.sampling("sampling", self.sampling))
         object.__setattr__(self, "arrivals", options.choices("arrivals", self.arrivals, KINDS))
         object.__setattr__(self, "request_rates", options.rates("request_rates", self.request_rates))
         object.__setattr__(
@@ -125,13 +127,6 @@ class Serving(WorkloadSuite):
             "good_fraction": good / len(run.served),
         }
         return super()._row(point, context, setup, run, number, columns)
-
-    def summary(self, rows: pd.DataFrame) -> pd.DataFrame:
-        from experiments.tables import summarise
-
-        medians = (*self.columns, "prompt_tokens", "output_tokens", "num_preemptions")
-        medians = tuple(name for name in medians if name not in ("arrivals", "request_rate"))
-        return summarise(rows, medians=medians, intervals=PLOTTED)
 
     def figures(self, rows: pd.DataFrame) -> dict[str, Figure]:
         from experiments.plots import line_grid

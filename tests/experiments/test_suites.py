@@ -124,6 +124,7 @@ def test_elementwise_compares_three_paths_of_every_operation(root: Path) -> None
 def test_throughput_counts_what_was_really_made(root: Path) -> None:
     df = rows_of("throughput", root)
     assert (df["num_requests"] == 8).all()
+    assert (df["temperature"] == 0.6).all()  # what all workloads are sampled at, unless told otherwise
     assert df["prompt_tokens"].between(8 * 8, 8 * 48).all()
     assert df["output_tokens"].between(8 * 4, 8 * 16).all()
     for row in df.itertuples():

@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 
 from engine import LLM
 from experiments import arrivals, workload
+from experiments.suites import options
 from experiments.suites.serving import num_good
+from experiments.suites.throughput import SUITE as THROUGHPUT
 from experiments.workload import Request, Served, WorkloadRun, columns, serve
 from experiments.workload_suite import WARM_TOKENS, warm_up
 
@@ -213,3 +215,54 @@ def test_a_gpu_is_warmed_up_by_whole_requests_since_graphs_are_captured_on_the_w
     for warm in (on_gpu, on_cpu):
         assert [request.prompt for request in warm] == [request.prompt for request in requests]
         assert {request.arrival_s for request in warm} == {Request([1], 1).arrival_s}
+
+
+def test_every_request_is_sampled_as_the_suite_was_told(clock: Clock) -> None:
+    requests = [Request(prompt, 4) for prompt in prompts(20, 20)]
+    outputs = []
+    for sampling in (workload.GREEDY, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}):
+        with engine(clock, enable_prefix_caching=False) as llm:
+            seen = []
+            add = llm.engine.add_request
+            llm.engine.add_request = lambda *given, add=add, seen=seen: seen.append(given[1]) or add(*given)
+            serve(llm, requests, clock.sleep, sampling=sampling)
+        outputs.append(seen)
+    greedy, sampled, first_only = outputs
+    assert [params.temperature for params in greedy] == [0.0, 0.0]
+    assert [(params.temperature, params.top_k) for params in sampled] == [(1.0, -1)] * 2
+    assert [(params.temperature, params.top_k) for params in first_only] == [(1.0, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.6, "bench.sampling must be a mapping of temperature, top_k, top_p, got 0.6"),
+        ({"temp": 1.0}, "unknown option bench.sampling.temp; known: temperature, top_k, top_p"),
+        ({"temperature": -1.0}, "bench.sampling.temperature must be >= 0 and finite, got -1.0"),
+        ({"top_p": 0.0}, r"bench.sampling.top_p must be in \(0, 1\], got 0.0"),
+        ({"top_k": "many"}, "bench.sampling.top_k"),
+    ],
+)
+def test_a_bad_sampling_option_is_named(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options.sampling("sampling", value)
+
+
+def test_runs_from_before_there_was_a_choice_were_greedy() -> None:
+    assert options.sampling("sampling", {}) == {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
+
+
+def test_throughput_draws_what_nano_vllm_draws() -> None:
+    """Its bench.py prints these totals for seed 0 and 256 requests of 100 to 1024 tokens in and out."""
+    case = {
+        "batch_size": 256,
+        "min_input_len": 100,
+        "context_len": 1024,
+        "min_output_len": 100,
+        "output_len": 1024,
+    }
+    (phase,) = THROUGHPUT.phases(case, 151_936, random.Random(0))
+    assert sum(len(request.prompt) for request in phase.requests) == 142_827
+    assert sum(request.output_len for request in phase.requests) == 133_966
+    (small,) = THROUGHPUT.phases(case, 500, random.Random(0))
+    assert max(max(request.prompt) for request in small.requests) == 499
