@@ -15,7 +15,7 @@ from kernels import ceilings, timing
 SHAPES = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (16, 4352), (64, 4096), (128, 8192), (256, 1024)]
 AIMS = {(1, 4096): 8, (1, 32768): 38, (1, 131072): 127, (8, 4096): 37, (16, 4352): 67, (64, 4096): 245, (128, 8192): 960, (256, 1024): 247}
 RAGGED = tuple(int(128 * 256 ** ((0.5 + 37 * row % 64) / 64)) for row in range(64))
-PAGED = ("planned", "split_kv", "split_kv_tma", "fixed_split", "stream_k")
+PAGED = ("planned", "split_kv", "split_kv_tma", "split_kv_fused", "fixed_split", "stream_k", "stream_k_tma", "flashinfer")
 start, out, limit = time.time(), Path(sys.argv[1]), float(sys.argv[2])
 out.mkdir(parents=True, exist_ok=True)
 device = torch.device("cuda", 0)
