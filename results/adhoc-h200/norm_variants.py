@@ -1,10 +1,11 @@
-"""rms_norm and add_rms_norm in several tiles, against the kernel before, torch.compile and an empty kernel; interleaved.
+"""rms_norm and add_rms_norm by tile, against the kernel before, torch.compile and an empty kernel, interleaved.
 
 PYTHONPATH=. python results/adhoc-h200/norm_variants.py OUT.json [SECONDS]
 
 States: "hot" (the same inputs again), "cold" (x, residual and weight from memory), "weight" (x and residual hot, each
 call's weight from memory, as in a decode step, whose weights pass through the cache between two uses). Prints medians,
-writes raw samples and provenance. bf16; on a CPU two tiny shapes in Triton's interpreter, to try the script itself.
+writes raw samples and provenance. kernels.norm's default is 1 x 4 warps (hidden 5120: 1 x 8). bf16; on a CPU two tiny
+shapes in Triton's interpreter, to try the script itself.
 """
 
 import json
@@ -19,13 +20,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from experiments import provenance  # noqa: E402
-from experiments.devices import device_name  # noqa: E402
-from experiments.elementwise_bench import compiled  # noqa: E402
-from experiments.kernel_bench import relative_error  # noqa: E402
-from kernels import timing  # noqa: E402
-from kernels.norm import _launch, add_rms_norm, rms_norm  # noqa: E402
-from kernels.triton_support import tl, triton  # noqa: E402
+from experiments import provenance
+from experiments.devices import device_name
+from experiments.elementwise_bench import compiled
+from experiments.kernel_bench import relative_error
+from kernels import timing
+from kernels.norm import _launch, add_rms_norm, rms_norm
+from kernels.triton_support import tl, triton
 
 EPS = 1e-6
 DTYPE = torch.bfloat16
@@ -127,7 +128,7 @@ def make_sets(device, hidden, rows, add, state):
     draw = torch.Generator(device=device).manual_seed(0)
     names = ("x", "residual") if add else ("x",)
     weight_bytes = hidden * DTYPE.itemsize
-    moving = weight_bytes * (1 if state == "weight" else 1 + rows * (2 * len(names)))
+    moving = weight_bytes * (1 if state == "weight" else 1 + rows * len(names))
     count = timing.num_input_sets(moving, device, "hot" if state == "hot" else "cold")
 
     def normal(*shape):
@@ -150,11 +151,14 @@ def main():
         device, seed=0, overrides=sys.argv[1:], device_name=device_name(device), cwd=Path.cwd()
     )
     states = ("weight", "cold", "hot")
-    # What a decode step of 0.6B does comes first, a prefill chunk last.
-    points = [(1024, rows, add, s) for rows in (1, 256, 16, 64) for add in (True, False) for s in states]
-    points += [(h, rows, True, s) for rows in (1, 256, 16, 64) for h in (4096, 5120) for s in states]
+    # What a decode step of 0.6B does comes first; a prefill chunk tells whether a decode tile may be everyone's.
+    points = [(1024, rows, add, s) for rows in (1, 256) for add in (True, False) for s in states]
+    points += [(h, rows, True, s) for h in (4096, 5120) for rows in (1, 256) for s in ("weight", "hot")]
     points += [(1024, 8192, True, "cold"), (4096, 8192, True, "cold")]
-    points += [(h, rows, False, s) for rows in (1, 256, 16, 64) for h in (4096, 5120) for s in states]
+    everything = [
+        (h, rows, add, s) for rows in (16, 64, 1, 256) for h in TILES for add in (True, False) for s in states
+    ]
+    points += [point for point in everything if point not in points]
     if not cuda:
         points = [(1024, 2, True, "weight"), (1024, 1, False, "hot")]
     results, compiled_for, skipped = [], {}, []
@@ -164,7 +168,6 @@ def main():
             continue
         sets = make_sets(device, hidden, rows, add, state)
         runs = {f"{r} x {w} warps": by_tile(r, w) for r, w in TILES[hidden]} | {"before": before}
-        runs["default"] = by_tile(None, None)
         if cuda:
             key = (hidden, rows, add)
             compiled_for[key] = compiled_for.get(key) or compiled(by_torch)

@@ -9,17 +9,27 @@ triton = pytest.importorskip("triton")
 from tests.kernels.aot import Launch, compile_launches  # noqa: E402
 
 
-def norm(hidden: int, heads: int, rows: int, add: bool, dtype: str = "bf16") -> Launch:
+def norm(
+    hidden: int, rows: int, add: bool, heads: int = 1, flat: bool = True, dtype: str = "bf16", warps: int = 0
+) -> Launch:
     block = triton.next_power_of_2(hidden)
+    num_warps = warps or (4 if rows * block <= 4096 else 8)
     return Launch(
         kernel="kernels.norm:_rms_norm_kernel",
         types={
             **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "total_ptr"), f"*{dtype}"),
             "eps": "fp32",
         },
-        constexprs={"HEADS": heads, "HIDDEN": hidden, "BLOCK": block, "ROWS": rows, "ADD": add},
-        num_warps=4 if rows * block <= 4096 else 8,
-        label=f"{rows} x {hidden} add {add} {dtype}",
+        constexprs={
+            "HEADS": heads,
+            "HIDDEN": hidden,
+            "BLOCK": block,
+            "ROWS": rows,
+            "ADD": add,
+            "FLAT": flat,
+        },
+        num_warps=num_warps,
+        label=f"{rows} x {hidden} add {add} flat {flat} {dtype} {num_warps} warps",
     )
 
 
@@ -98,11 +108,18 @@ def qk_norm_rope_write(num_q_heads: int, num_kv_heads: int, head_dim: int, block
     )
 
 
+NORMS = [
+    norm(1024, 1, add=False),
+    norm(1024, 1, add=True, flat=False),
+    norm(5120, 1, add=True),
+    norm(128, 8, add=False, heads=16, flat=False),
+    norm(576, 1, add=True, dtype="fp32"),
+    # The candidates of results/adhoc-h200/norm_variants.py.
+    *(norm(1024, rows, add=True, warps=warps) for rows, warps in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 4))),
+    *(norm(hidden, 1, add=True, warps=warps) for hidden in (4096, 5120) for warps in (4, 8, 16, 32)),
+]
 LAUNCHES = [
-    norm(1024, 1, 2, add=True),
-    norm(5120, 1, 1, add=True),
-    norm(128, 16, 16, add=False),
-    norm(576, 1, 2, add=True, dtype="fp32"),
+    *NORMS,
     silu_mul("bf16"),
     silu_mul("fp32"),
     rope(16, 24, 128),
@@ -119,3 +136,10 @@ def test_compile_without_spills_and_with_vector_loads():
         report.check()
         assert "ld.global.v4" in report.ptx or "ld.global.v2" in report.ptx, f"{report} has no vector loads"
         assert "st.global.v4" in report.ptx or "st.global.v2" in report.ptx, f"{report} has no vector stores"
+
+
+def test_the_weight_is_asked_for_before_any_warp_waits():
+    """Loaded where it is used, behind the reduction, its latency would be added to the row's."""
+    for report in compile_launches(NORMS, (90,)):
+        before_barrier = report.ptx.split("bar.sync")[0]
+        assert before_barrier.count("ld.global") == report.ptx.count("ld.global"), f"{report}"

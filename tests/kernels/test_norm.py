@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.norm import _launch, add_rms_norm, rms_norm
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -62,6 +62,22 @@ def test_heads_inside_packed_qkv(use_triton, device):
     assert out.shape == k.shape
     torch.testing.assert_close(out.cpu(), transformers_norm(k.cpu(), weight.cpu()), atol=1e-6, rtol=1e-6)
     assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("hidden", [96, 1024])
+@pytest.mark.parametrize(("rows", "num_warps"), [(1, 1), (1, 8), (2, 4), (4, 2)])
+def test_every_tile_and_layout(rows, num_warps, hidden, device):
+    """Any tile, over x and residual as flat as the results, or either inside something wider: one answer."""
+    x, residual, weight = (t.to(device) for t in inputs((5, hidden), torch.float32))
+    expected = add_rms_norm(x, residual, weight, EPS, use_triton=False)
+    padding = torch.full_like(x, float("nan"))
+    wide_x, wide_residual = (torch.cat([padding, t], 1)[:, hidden:] for t in (x, residual))
+    for first, second in ((x, residual), (wide_x, residual), (x, wide_residual), (wide_x, wide_residual)):
+        actual = _launch(first, second, weight, EPS, rows, num_warps)
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+        alone = _launch(first, None, weight, EPS, rows, num_warps)[0]
+        wanted = rms_norm(x, weight, EPS, use_triton=False)
+        torch.testing.assert_close(alone, wanted, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
