@@ -60,6 +60,7 @@ def run(core: EngineCore, max_steps: int = 10_000) -> dict[str, RequestOutput]:
 
 def alone(prompt: Sequence[int], params: SamplingParams, **options: Any) -> RequestOutput:
     """The output of one request in an engine of its own with room for everything and no prefix cache."""
-    core = make_engine(num_kv_blocks=256, enable_prefix_caching=False, **options)
+    blocks = options.get("max_model_len", 128)  # one a token is enough, whatever their size
+    core = make_engine(num_kv_blocks=blocks, enable_prefix_caching=False, **options)
     core.add_request(prompt, params, "alone")
     return run(core)["alone"]
