@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 from importlib import metadata
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,7 +30,8 @@ class UnknownKernelError(ValueError):
 class Registry(Generic[T]):
     """Kernels of one kind by name; those of an entry-point group are found and loaded on demand.
 
-    An entry point names a kernel object, or a class that makes one without arguments.
+    An entry point names a kernel object, or a class that makes one without arguments. What is installed is looked
+    through when names are first asked for, and then no more: that reads a file of every installed package.
     """
 
     def __init__(self, noun: str, entry_point_group: str) -> None:
@@ -56,11 +58,11 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Every name: registered ones in order, then those of the entry-point group."""
-        return [*self._kernels, *sorted(set(self._plugins()) - set(self._kernels))]
+        return [*self._kernels, *sorted(set(self._plugins) - set(self._kernels))]
 
     def get(self, name: str) -> T:
         """The kernel of that name; UnknownKernelError lists the known names."""
-        plugin = None if name in self._kernels else self._plugins().get(name)
+        plugin = None if name in self._kernels else self._plugins.get(name)
         if plugin is not None:
             try:
                 entry = plugin.load()
@@ -86,5 +88,6 @@ class Registry(Generic[T]):
                 usable.append(name)
         return usable
 
+    @cached_property
     def _plugins(self) -> dict[str, metadata.EntryPoint]:
         return {point.name: point for point in metadata.entry_points(group=self._group)}
