@@ -17,6 +17,14 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 import pytest
 
+if not torch.cuda.is_available():
+    try:
+        from tests.quick_interpreter import make_quick
+    except ModuleNotFoundError:  # where there is no Triton
+        pass
+    else:
+        make_quick()
+
 # A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests start and interrupt.
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
