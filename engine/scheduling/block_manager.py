@@ -11,19 +11,22 @@ import xxhash
 from engine.scheduling.prefix import CacheEntry, Prefix
 from engine.scheduling.request import Request
 
-HashFunction = Callable[[bytes], int]
+HashFunction = Callable[[bytes, int], int]
+"""A block's tokens and its parent's hash (0: none) to its own hash."""
+
+TOKEN_BYTES = array("I").itemsize
 
 
 class BlockManager:
     """Paged KV bookkeeping with reference counts and a cross-request prefix cache.
 
     Paging follows PagedAttention (Kwon et al. 2023). A prompt's full blocks are found again through a chain of
-    64-bit xxHash values, h_i = xxh3(h_{i-1}, tokens of block i). A block is published only once its KV is written,
-    and its entry is removed exactly when the block is reused. Blocks are freed tail first, blocks without an
-    entry are reused before blocks with one, and among those the least recently used goes first: so a chain loses
+    64-bit xxHash values, h_i = xxh3(tokens of block i) seeded with h_{i-1}. A block is published only once its KV
+    is written, and its entry is removed exactly when the block is reused. Blocks are freed tail first, blocks without
+    an entry are reused before blocks with one, and among those the least recently used goes first: so a chain loses
     its tail before its head.
 
-    num_blocks, block_size: the pool. hash_function: bytes to int; tests pass one that collides.
+    num_blocks, block_size: the pool. hash_function: see HashFunction; tests pass one that collides.
     """
 
     def __init__(
@@ -79,12 +82,13 @@ class BlockManager:
         if len(prefix) == most:
             return
         self._hash_blocks(request, most)
-        parent = prefix.chain[-1] if prefix.chain else None
-        for i in range(len(prefix), most):
-            parent = self._lookup(request.block_hashes[i], parent, request.block_tokens[i])
-            if parent is None:
-                return
-            prefix.append(parent, is_free=self._ref_counts[parent.block_id] == 0)
+        entry, found, start = prefix.chain[-1] if prefix.chain else None, [], len(prefix)
+        for chain_hash, tokens in zip(request.block_hashes[start:most], request.block_tokens[start:most]):
+            entry = self._lookup(chain_hash, entry, tokens)
+            if entry is None:
+                break
+            found.append(entry)
+        prefix.extend(found, self._ref_counts)
 
     def publish(self, request: Request, num_written: int) -> None:
         """Make every full block among request's first num_written tokens findable. Call once their KV is written.
@@ -141,16 +145,16 @@ class BlockManager:
 
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
         """Let the request know the content and the chain hash of its first num_blocks blocks, which must be full."""
-        hashes, width = request.block_hashes, 8 * self.block_size
+        hashes, width = request.block_hashes, TOKEN_BYTES * self.block_size
         if len(hashes) >= num_blocks:
             return
         packed = _pack(request.token_ids[len(hashes) * self.block_size : num_blocks * self.block_size])
+        blocks = [packed[start : start + width] for start in range(0, len(packed), width)]
         chain_hash = hashes[-1] if hashes else 0
-        for start in range(0, len(packed), width):
-            tokens = packed[start : start + width]
-            chain_hash = self._hash(chain_hash.to_bytes(8, "little") + tokens)
+        for tokens in blocks:
+            chain_hash = self._hash(tokens, chain_hash)
             hashes.append(chain_hash)
-            request.block_tokens.append(tokens)
+        request.block_tokens += blocks
 
     # --- allocation -----------------------------------------------------------------------------------------
 
@@ -255,9 +259,8 @@ class BlockManager:
         for chain_hash, bucket in self._index.items():
             for entry in bucket:
                 _check(self._entries[entry.block_id] is entry, "an index entry outlived its block")
-                parent_hash = entry.parent.chain_hash if entry.parent else 0
-                content = parent_hash.to_bytes(8, "little") + entry.tokens
-                _check(chain_hash == self._hash(content) == entry.chain_hash, "an entry has the wrong hash")
+                anew = self._hash(entry.tokens, entry.parent.chain_hash if entry.parent else 0)
+                _check(chain_hash == anew == entry.chain_hash, "an entry has the wrong hash")
         for request in self._holders.values():
             for i, block_id in enumerate(request.block_table):
                 published = self._entries[block_id]
@@ -281,7 +284,7 @@ class BlockManager:
 
 
 def _pack(token_ids: list[int]) -> bytes:
-    return array("q", token_ids).tobytes()
+    return array("I", token_ids).tobytes()
 
 
 def _check(condition: bool, message: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ class CacheEntry:
     """A full block whose KV is written, findable by content.
 
     A block's identity is its parent and its tokens. chain_hash only finds candidates; parent (compared by object
-    identity) and tokens (their ids as int64) decide, so a hash collision can never hand out another prompt's KV.
+    identity) and tokens (32-bit ids) decide, so a hash collision can never hand out another prompt's KV.
     """
 
     chain_hash: int
@@ -42,11 +43,12 @@ class Prefix:
     def __iter__(self) -> Iterator[CacheEntry]:
         return iter(self.chain)
 
-    def append(self, entry: CacheEntry, is_free: bool) -> None:
-        self.places[entry.block_id] = len(self.chain)
-        self.chain.append(entry)
-        if is_free:
-            self.free.add(entry.block_id)
+    def extend(self, entries: Sequence[CacheEntry], ref_counts: Sequence[int]) -> None:
+        """Add the chain's next entries. ref_counts: by block id, how many requests hold it."""
+        block_ids = [entry.block_id for entry in entries]
+        self.places.update(zip(block_ids, count(len(self.chain))))
+        self.chain += entries
+        self.free.update([block_id for block_id in block_ids if ref_counts[block_id] == 0])
 
     def cut_before(self, block_id: int) -> None:
         """Drop this block, which is no longer published, and those below it; nothing if it is not in the chain."""

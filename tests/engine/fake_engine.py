@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.block_manager import BlockManager, HashFunction
 from tests.engine.fake_executor import PagedHashExecutor
 
 
@@ -20,7 +20,7 @@ def make_engine(
     num_kv_blocks: int = 64,
     max_model_len: int = 128,
     eos_token_ids: Sequence[int] = (),
-    hash_function: Callable[[bytes], int] = xxhash.xxh3_64_intdigest,
+    hash_function: HashFunction = xxhash.xxh3_64_intdigest,
     executor: Any = None,
     tokenizer: Any = None,
     clock: Callable[[], float] | None = None,

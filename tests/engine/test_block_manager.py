@@ -207,7 +207,9 @@ def test_a_request_never_evicts_its_own_hits():
     assert len(set(request.block_table)) == 5
 
 
-@pytest.mark.parametrize("hash_function", [lambda data: 7, lambda data: sum(data) % 4])
+@pytest.mark.parametrize(
+    "hash_function", [lambda tokens, parent: 7, lambda tokens, parent: (sum(tokens) + parent) % 4]
+)
 def test_colliding_hashes_never_share_foreign_blocks(hash_function):
     blocks = BlockManager(32, 4, hash_function=hash_function)
     for first in range(0, 40, 8):
@@ -218,14 +220,14 @@ def test_colliding_hashes_never_share_foreign_blocks(hash_function):
 
 @pytest.mark.parametrize("published", [0, 20])
 def test_of_two_colliding_blocks_only_the_equal_one_is_found(published):
-    blocks = BlockManager(4, 4, hash_function=lambda data: 0)
+    blocks = BlockManager(4, 4, hash_function=lambda tokens, parent: 0)
     admit_compute_free(blocks, make_request(5, first=published))
     assert len(blocks.find_prefix(make_request(5, first=20 - published))) == 0
     assert len(blocks.find_prefix(make_request(5, first=published))) == 1
 
 
 def test_a_colliding_block_is_still_found_when_the_other_was_reused():
-    blocks = BlockManager(3, 4, hash_function=lambda data: 0)
+    blocks = BlockManager(3, 4, hash_function=lambda tokens, parent: 0)
     for first in (0, 20):
         admit_compute_free(blocks, make_request(4, first=first))
     admit(blocks, make_request(8, first=40))  # takes the block without an entry, then the older of the two
@@ -234,7 +236,7 @@ def test_a_colliding_block_is_still_found_when_the_other_was_reused():
 
 
 def test_equal_tokens_under_another_parent_are_another_block():
-    blocks = BlockManager(16, 4, hash_function=lambda data: 7)
+    blocks = BlockManager(16, 4, hash_function=lambda tokens, parent: 7)
     one = Request("one", (1, 1, 1, 1, 9, 9, 9, 9, 0), GREEDY, 0, 11, frozenset(), 0)
     other = Request("other", (2, 2, 2, 2, 9, 9, 9, 9, 0), GREEDY, 0, 11, frozenset(), 0)
     admit_compute_free(blocks, one)
@@ -339,10 +341,10 @@ class Counting(BlockManager):
         self.num_lookups = self.num_hashed = self.num_hashed_bytes = 0
         super().__init__(*arguments, hash_function=self._count_hash, **options)
 
-    def _count_hash(self, data):
+    def _count_hash(self, tokens, parent):
         self.num_hashed += 1
-        self.num_hashed_bytes += len(data)
-        return xxhash.xxh3_64_intdigest(data)
+        self.num_hashed_bytes += len(tokens)
+        return xxhash.xxh3_64_intdigest(tokens, parent)
 
     def _lookup(self, *arguments):
         self.num_lookups += 1

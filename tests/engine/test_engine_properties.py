@@ -24,8 +24,8 @@ from tests.engine.fake_engine import alone, make_engine
 
 HASHES = {
     "xxh3": xxhash.xxh3_64_intdigest,
-    "2 bits": lambda data: xxhash.xxh3_64_intdigest(data) & 3,
-    "constant": lambda data: 0,
+    "2 bits": lambda tokens, parent: xxhash.xxh3_64_intdigest(tokens, parent) & 3,
+    "constant": lambda tokens, parent: 0,
 }
 MAX_LEN = 24
 
