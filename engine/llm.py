@@ -46,7 +46,7 @@ class LLM:
     enforce_eager: never use CUDA graphs.
     use_triton: Triton or torch for norms, activation, RoPE and KV writes; "auto": Triton on a CUDA device.
     decode_attention, prefill_attention: names in kernels.decode and kernels.prefill; "auto": the device's fastest.
-    layer_fusion: whether decode steps of 2 to 16 rows add the residual inside the products (see LayerFusion): "off",
+    layer_fusion: whether decode steps of 1 to 16 rows add the residual inside the products (see LayerFusion): "off",
         "on"; "auto": in half precision, where it was faster on an H200 (from hidden_size 4096 on). "persistent": as
         "auto", and all layers of a step of one or two rows are one launch, which attends by itself
         (kernels/persistent). On one rank and with Triton alone.

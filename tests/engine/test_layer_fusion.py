@@ -85,15 +85,13 @@ def test_only_steps_of_few_decode_rows_are_fused(checkpoint: Path, device: torch
     )
     model, _, _ = decoded(checkpoint, LayerFusion(max_rows=2), device)
     assert not fused
-    decoded(checkpoint, LayerFusion(min_rows=4, max_rows=16), device)
-    assert not fused
-    decoded(checkpoint, LayerFusion(min_rows=3, max_rows=3), device)
+    decoded(checkpoint, LayerFusion(max_rows=3), device)
     assert fused == [3] * (3 * 2 * model.config.num_layers)
 
 
 def test_on() -> None:
     on = chosen(layer_fusion="on")
-    assert [rows for rows in range(20) if on.applies(rows, rows)] == list(range(2, 17))
+    assert [rows for rows in range(20) if on.applies(rows, rows)] == list(range(1, 17))
     assert not on.applies(3, 4), "a prefill token is no decode row"
     with pytest.raises(ValueError, match="layer_fusion 'on' needs use_triton"):
         chosen(layer_fusion="on", use_triton=False)
@@ -102,7 +100,7 @@ def test_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden_size", "first"), [(1024, None), (2048, None), (4095, None), (4096, 2), (5120, 2), (8192, 2)]
+    ("hidden_size", "first"), [(1024, None), (2048, None), (4095, None), (4096, 1), (5120, 1), (8192, 1)]
 )
 def test_auto_takes_what_was_measured_to_be_faster(hidden_size: int, first: int | None) -> None:
     expected = [] if first is None else list(range(first, 17))
@@ -137,8 +135,6 @@ def test_senseless_values_are_named() -> None:
         chosen(layer_fusion="all")
     with pytest.raises(ValueError, match=r"max_rows must be in \[0, 16\], got 17"):
         LayerFusion(max_rows=17)
-    with pytest.raises(ValueError, match="min_rows must be at least 1, got 0"):
-        LayerFusion(min_rows=0)
     with pytest.raises(ValueError, match="needs use_triton"):
         KernelChoice(decode.get("torch"), prefill.get("torch"), False, LayerFusion(max_rows=2))
 
