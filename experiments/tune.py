@@ -29,8 +29,9 @@ from experiments.kernel_bench import TOLERANCES, relative_error
 from experiments.settings import Variant
 from kernels import decode, timing
 from kernels.decode import planner, split_kv, split_kv_tma, stream_k_tma
-from kernels.decode.cost_model import CostModel, Gpu, SharesModel, Work, table_name
+from kernels.decode.cost_model import CostModel, Gpu, SharesModel, Work
 from kernels.decode.planner import TileShape, device_sm_count, gpu_of, max_partials, work_of
+from kernels.tuned_tables import table_name
 
 NUM_KV_HEADS, HEAD_DIM, DTYPE = 8, 128, "bfloat16"
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 49, 57, 64, 80, 99)

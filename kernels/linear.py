@@ -1,4 +1,4 @@
-"""y = x W^T + b. For the few rows of a small decode batch, a Triton kernel that reads the weights at memory speed."""
+"""y = x W^T + b. For the few rows of a small decode batch, Triton kernels that read the weights at memory speed."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import product_choice
+from kernels.fused_linear import DotTile, dot_linear
 from kernels.triton_support import on_device, tl, triton
+from kernels.tuned_tables import device_name
 
 MAX_ROWS = 4
 """Rows of x that the Triton kernel takes at most: it multiplies on the plain cores, a row at a time."""
@@ -31,12 +34,6 @@ def choose_tile(out_features: int, in_features: int, rows: int) -> RowTile:
     return RowTile(block_n, min(triton.next_power_of_2(in_features), block_k), 4)
 
 
-def few_rows_is_faster(out_features: int, rows: int) -> bool:
-    """Where the Triton kernel beat cuBLAS on an H200, cold (results/NOTES.md): one row of all but the widest layers,
-    and up to MAX_ROWS of the narrowest, which cuBLAS cuts into too few programs."""
-    return 0 < rows <= MAX_ROWS and out_features <= (8192 if rows == 1 else 1024)
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -46,11 +43,17 @@ def linear(
 ) -> Tensor:
     """x [rows, in_features] by weight [out_features, in_features]: [rows, out_features] in x's dtype.
 
-    Sums are fp32. use_triton: the Triton kernel for half-precision rows as few as few_rows_is_faster says; otherwise,
-    and always with use_triton=False, torch's product.
+    Sums are fp32. use_triton: for few half-precision rows the kernel that product_choice.py names; otherwise, and
+    always with use_triton=False, torch's product.
     """
-    few_rows = use_triton and few_rows_is_faster(weight.shape[0], x.shape[0]) and x.dtype != torch.float32
-    return few_rows_linear(x, weight, bias) if few_rows else functional.linear(x, weight, bias)
+    rows = x.shape[0]
+    if use_triton and 0 < rows <= product_choice.MAX_ROWS and x.dtype != torch.float32:
+        chosen = product_choice.choose_product(*weight.shape, rows, device_name(x.device))
+        if chosen.kind == "few_rows":
+            return few_rows_linear(x, weight, bias, RowTile(*chosen.tile))
+        if chosen.kind == "dot":
+            return dot_linear(x, weight, bias, tile=DotTile(*chosen.tile))
+    return functional.linear(x, weight, bias)
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowTile | None = None) -> Tensor:

@@ -30,9 +30,10 @@ from engine.models.checkpoint import ModelSource
 from engine.models.decoder import layer_shape
 from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
-from kernels.decode.planner import device_name, device_sm_count
+from kernels.decode.planner import device_sm_count
 from kernels.persistent import unsupported_block_size
 from kernels.slot_state import DecodeRows, DrawSettings, draw_settings, keep_newest, start_decodes
+from kernels.tuned_tables import device_name
 
 
 class ModelRunner:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import resources
 from typing import Any
 
-# The GPU whose constants stand in for one that was never measured: scaled by its multiprocessors alone.
-DEFAULT_GPU = "NVIDIA H200"
+from kernels.tuned_tables import DEFAULT_GPU, tuned_table
 
 # The part of a last, partial turn that the turns before do not hide: set, not fitted; an H200 showed 0.32 at the
 # one shape that has such a turn (results/NOTES.md).
@@ -150,14 +147,4 @@ def _constants(kernel: str, tile: int, gpu: str) -> dict[str, float]:
 @functools.cache
 def _tuned(gpu: str) -> Mapping[str, Any]:
     """kernel -> tile -> constants, of the GPU by its name, or of DEFAULT_GPU."""
-    folder = resources.files("kernels.decode") / "tuned"
-    for name in (gpu, DEFAULT_GPU):
-        file = folder / table_name(name)
-        if file.is_file():
-            return dict(json.loads(file.read_text())["models"])
-    raise FileNotFoundError(f"kernels/decode/tuned has no {table_name(DEFAULT_GPU)}")
-
-
-def table_name(gpu: str) -> str:
-    """The file of a GPU's constants in kernels/decode/tuned."""
-    return f"{gpu.replace(' ', '_')}.json"
+    return dict(tuned_table("kernels.decode", gpu)["models"])

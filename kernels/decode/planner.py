@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.cost_model import DEFAULT_GPU, Gpu, Work, cost_model, shares_model
+from kernels.decode.cost_model import Gpu, Work, cost_model, shares_model
+from kernels.tuned_tables import device_name
 
 # Without a GPU to ask (planning ahead of time, the interpreter): an H100's or H200's.
 DEFAULT_SM_COUNT = 132
@@ -202,9 +203,3 @@ def device_sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return DEFAULT_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """A CUDA device's name; DEFAULT_GPU elsewhere."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT_GPU

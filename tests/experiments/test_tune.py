@@ -13,10 +13,11 @@ import torch
 from experiments import tune
 from experiments.tune import GRID, Sample
 from kernels import decode
-from kernels.decode.cost_model import CostModel, SharesModel, table_name
+from kernels.decode.cost_model import CostModel, SharesModel
 from kernels.decode.merge import partial_numel
 from kernels.decode.planner import plan_splits
 from kernels.decode.split_kv import shape_of
+from kernels.tuned_tables import table_name
 
 SM_COUNT = 132
 TRUE = CostModel(2.5, 0.04, 20.0, 3.0, 30_000.0, 4.0, 0.02)

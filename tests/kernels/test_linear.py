@@ -7,8 +7,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from kernels.linear import MAX_ROWS, RowTile, choose_tile, few_rows_is_faster, few_rows_linear, linear  # noqa: E402
-from tests.kernels.aot import Launch, compile_launches  # noqa: E402
+from kernels.linear import MAX_ROWS, RowTile, choose_tile, few_rows_linear, linear  # noqa: E402
+from kernels.product_choice import ProductChoice  # noqa: E402
+from tests.kernels.aot import GPUS, Launch, compile_launches  # noqa: E402
 
 
 def exact(x, weight, bias):
@@ -62,21 +63,30 @@ def test_shapes_that_do_not_fit_are_named(x, weight, bias, message):
         few_rows_linear(x, weight, bias)
 
 
-def test_the_choice_between_the_products(device, monkeypatch):
-    chosen = []
-    monkeypatch.setattr("kernels.linear.few_rows_linear", lambda *arguments: chosen.append(arguments))
-    x, weight = torch.randn(1, 64, device=device).half(), torch.randn(32, 64, device=device).half()
-    linear(x, weight, use_triton=True)
-    assert len(chosen) == 1
-    for other in (x.expand(5, 64), x.float()):
-        expected = torch.nn.functional.linear(other, weight.to(other.dtype))
-        assert torch.equal(linear(other, weight.to(other.dtype), use_triton=True), expected)
-    linear(x, weight, use_triton=False)
-    assert len(chosen) == 1
-    assert few_rows_is_faster(8192, 1)
-    assert not few_rows_is_faster(8193, 1)
-    assert few_rows_is_faster(1024, 4)
-    assert not few_rows_is_faster(1025, 2)
+def test_every_kind_of_product_is_the_product(device, monkeypatch):
+    """What the table names runs, in its tile, with the bias; fp32, more rows and use_triton=False are torch's."""
+    x, weight, bias = (torch.randn(*size, device=device).half() for size in ((3, 96), (40, 96), (40,)))
+    asked = []
+
+    def choose(kind, tile):
+        def choice(*arguments):
+            asked.append(arguments)
+            return ProductChoice(kind, tile)
+
+        monkeypatch.setattr("kernels.product_choice.choose_product", choice)
+
+    for kind, tile in (("torch", ()), ("few_rows", (4, 128, 4)), ("dot", (16, 64, 2, 2))):
+        choose(kind, tile)
+        product = linear(x, weight, bias, use_triton=True)
+        assert asked.pop()[:3] == (40, 96, 3)
+        torch.testing.assert_close(product.double(), exact(x, weight, bias), rtol=2e-3, atol=2e-3)
+    choose("dot", (1, 1, 1, 1))  # would be refused
+    for other, use_triton in ((x, False), (x.float(), True), (x.repeat(6, 1), True), (x[:0], True)):
+        expected = torch.nn.functional.linear(other, weight.to(other.dtype), bias.to(other.dtype))
+        assert torch.equal(
+            linear(other, weight.to(other.dtype), bias.to(other.dtype), use_triton=use_triton), expected
+        )
+    assert not asked
 
 
 def launch(rows: int, out_features: int, in_features: int) -> Launch:
@@ -96,9 +106,10 @@ def launch(rows: int, out_features: int, in_features: int) -> Launch:
     )
 
 
-def test_compiles_without_spills_for_absent_gpus():
+@pytest.mark.parametrize("capabilities", GPUS)
+def test_compiles_without_spills_for_absent_gpus(capabilities):
     shapes = [(rows, n, k) for rows in (1, 2, 4) for n, k in ((4096, 1024), (151936, 1024), (4096, 12288))]
-    for report in compile_launches([launch(*shape) for shape in shapes]):
+    for report in compile_launches([launch(*shape) for shape in shapes], capabilities):
         print(report)
         report.check()
 

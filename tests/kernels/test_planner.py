@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels import decode
 from kernels.decode import split_kv, split_kv_tma
 from kernels.decode.contract import DecodeProblem
-from kernels.decode.cost_model import DEFAULT_GPU, CostModel, Gpu, Work, cost_model
+from kernels.decode.cost_model import CostModel, Gpu, Work, cost_model
 from kernels.decode.merge import partial_numel
 from kernels.decode.planner import (
     TileShape,
@@ -24,6 +24,7 @@ from kernels.decode.planner import (
     planned_us,
     work_of,
 )
+from kernels.tuned_tables import DEFAULT_GPU
 
 CPU = torch.device("cpu")
 
