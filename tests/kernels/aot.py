@@ -14,13 +14,16 @@
     for report in reports:                                # one per launch and capability
         report.check()                                    # compiled, fits shared memory, no spills
 
-The compiler runs in a subprocess without TRITON_INTERPRET, since in this process `triton.jit` may already
-stand for the interpreter. As the launcher would for aligned tensors, pointers and integers are marked
-divisible by 16, except the arguments for which the kernel says do_not_specialize.
+The compiler runs in a process without TRITON_INTERPRET, since in this process `triton.jit` may already stand
+for the interpreter; it starts with the first launch and ends with this process. As the launcher would for
+aligned tensors, pointers and integers are marked divisible by 16, except the arguments for which the kernel
+says do_not_specialize.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import os
 import pickle
@@ -28,15 +31,24 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 # Bytes of shared memory that one program may use, by compute capability (CUDA programming guide).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+EXTENT = [
+    pytest.param(False, id="usual"),
+    pytest.param(True, id="everything", marks=pytest.mark.slow),
+]
+"""Values of `everything`: every launch for every GPU, or the usual ones for an H200. A compilation takes a second."""
 
 
 @dataclass(frozen=True)
@@ -78,28 +90,53 @@ def compile_launches(
     launches: Sequence[Launch], capabilities: Sequence[int] = tuple(SHARED_LIMIT)
 ) -> list[Report]:
     """Compile every launch for every capability; a compile error is raised with the compiler's words."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(REPOSITORY)
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.kernels.aot import answer; answer()"],
-        input=pickle.dumps((list(launches), list(capabilities))),
-        env=environment,
-        cwd=REPOSITORY,
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr.decode(errors="replace")[-6000:])
-    figures = pickle.loads(done.stdout)
+    process = _compiler()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    pickle.dump((list(launches), list(capabilities)), process.stdin)
+    process.stdin.flush()
+    try:
+        figures = pickle.load(process.stdout)
+    except EOFError:
+        _compiler.cache_clear()  # the next call starts another
+        raise RuntimeError(f"the compiler has died, with exit code {process.wait()}") from None
+    if isinstance(figures, str):
+        raise RuntimeError(figures[-6000:])
     pairs = [(launch, capability) for launch in launches for capability in capabilities]
     return [Report(launch, capability, *found) for (launch, capability), found in zip(pairs, figures)]
 
 
+def compile_usual(launches: Sequence[Launch], usual: int, everything: bool) -> list[Report]:
+    """The first `usual` launches for an H200, or everything: all of them for every GPU."""
+    return compile_launches(launches) if everything else compile_launches(launches[:usual], (90,))
+
+
+@functools.cache
+def _compiler() -> subprocess.Popen[bytes]:
+    """The process that compiles: it imports torch and Triton once for all tests of this process."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from tests.kernels.aot import answer; answer()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment | {"PYTHONPATH": str(REPOSITORY)},
+        cwd=REPOSITORY,
+    )
+    atexit.register(process.communicate)  # nothing more to compile: it ends
+    return process
+
+
 def answer() -> None:
-    """The subprocess: launches and capabilities on stdin, the figures of each pair on stdout."""
-    launches, capabilities = pickle.loads(sys.stdin.buffer.read())
-    figures = [_compile(launch, capability) for launch in launches for capability in capabilities]
-    sys.stdout.buffer.write(pickle.dumps(figures))
+    """The compiler's process: launches and capabilities on stdin, the figures of each pair, or the error, on stdout."""
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    while sys.stdin.buffer.peek(1):
+        launches, capabilities = pickle.load(sys.stdin.buffer)
+        try:
+            found: Any = [_compile(launch, capability) for launch in launches for capability in capabilities]
+        except Exception:
+            found = traceback.format_exc()
+        pickle.dump(found, answers)
+        answers.flush()
 
 
 def _compile(launch: Launch, capability: int) -> tuple[int, int, int, str]:

@@ -7,7 +7,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from kernels.all_reduce import MAX_TILE, MIN_TILE, SIGNAL_BYTES, SIGNALS  # noqa: E402
-from tests.kernels.aot import Launch, compile_launches  # noqa: E402
+from tests.kernels.aot import EXTENT, Launch, compile_usual  # noqa: E402
 
 
 def one_shot(size: int, tile: int, dtype: str) -> Launch:
@@ -26,10 +26,11 @@ def one_shot(size: int, tile: int, dtype: str) -> Launch:
     )
 
 
-def test_compile_for_every_gpu():
-    launches = [one_shot(size, MIN_TILE, "bf16") for size in (2, 3, 8)]
-    launches += [one_shot(8, MAX_TILE, dtype) for dtype in ("bf16", "fp32")]
-    for report in compile_launches(launches):
+@pytest.mark.parametrize("everything", EXTENT)
+def test_compile_for_every_gpu(everything):
+    launches = [one_shot(3, MIN_TILE, "bf16"), *(one_shot(8, MAX_TILE, dtype) for dtype in ("bf16", "fp32"))]
+    launches += [one_shot(size, MIN_TILE, "bf16") for size in (2, 8)]
+    for report in compile_usual(launches, 3, everything):
         report.check()
         size, wide = report.launch.constexprs["SIZE"], report.launch.types["x_ptr"] == "*fp32"
         assert report.ptx.count("ld.global.v4.b32") == (size + 1) * (2 if wide else 1), str(report)

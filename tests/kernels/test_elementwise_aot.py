@@ -6,7 +6,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from tests.kernels.aot import Launch, compile_launches  # noqa: E402
+from tests.kernels.aot import EXTENT, Launch, Report, compile_launches, compile_usual  # noqa: E402
 
 
 def norm(
@@ -114,7 +114,9 @@ NORMS = [
     norm(5120, 1, add=True),
     norm(128, 8, add=False, heads=16, flat=False),
     norm(576, 1, add=True, dtype="fp32"),
-    # The candidates of results/adhoc-h200/norm_variants.py.
+]
+# Of results/adhoc-h200/norm_variants.py.
+CANDIDATES = [
     *(norm(1024, rows, add=True, warps=warps) for rows, warps in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 4))),
     *(norm(hidden, 1, add=True, warps=warps) for hidden in (4096, 5120) for warps in (4, 8, 16, 32)),
 ]
@@ -131,8 +133,19 @@ LAUNCHES = [
 ]
 
 
-def test_compile_without_spills_and_with_vector_loads():
-    for report in compile_launches(LAUNCHES):
+@pytest.mark.parametrize("everything", EXTENT)
+def test_compile_without_spills_and_with_vector_loads(everything):
+    check_vectors(compile_usual(LAUNCHES, len(LAUNCHES), everything))
+
+
+@pytest.mark.slow
+def test_candidates_compile_for_every_gpu():
+    check_vectors(compile_launches(CANDIDATES))
+    check_order(compile_launches(CANDIDATES, (90,)))
+
+
+def check_vectors(reports: list[Report]) -> None:
+    for report in reports:
         report.check()
         assert "ld.global.v4" in report.ptx or "ld.global.v2" in report.ptx, f"{report} has no vector loads"
         assert "st.global.v4" in report.ptx or "st.global.v2" in report.ptx, f"{report} has no vector stores"
@@ -140,6 +153,10 @@ def test_compile_without_spills_and_with_vector_loads():
 
 def test_the_weight_is_asked_for_before_any_warp_waits():
     """Loaded where it is used, behind the reduction, its latency would be added to the row's."""
-    for report in compile_launches(NORMS, (90,)):
+    check_order(compile_launches(NORMS, (90,)))
+
+
+def check_order(reports: list[Report]) -> None:
+    for report in reports:
         before_barrier = report.ptx.split("bar.sync")[0]
         assert before_barrier.count("ld.global") == report.ptx.count("ld.global"), f"{report}"

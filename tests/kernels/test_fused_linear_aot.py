@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from kernels.fused_linear import MAX_ROWS, choose_dot_tile  # noqa: E402
-from tests.kernels.aot import Launch, compile_launches  # noqa: E402
+from tests.kernels.aot import EXTENT, Launch, compile_usual  # noqa: E402
 
 # Outputs, inputs, onto the residual: Qwen3-0.6B's o, 8B's qkv, o and gate_up, 32B's down.
 SHAPES = [
@@ -43,9 +43,10 @@ def dot(n: int, k: int, *, add: bool = True, dtype: str = "bf16") -> Launch:
     )
 
 
-def test_compile_for_every_gpu():
-    launches = [dot(n, k, add=add) for n, k, add in SHAPES]
-    for report in compile_launches([*launches, dot(4096, 4096, dtype="fp32")]):
+@pytest.mark.parametrize("everything", EXTENT)
+def test_compile_for_every_gpu(everything):
+    launches = [*(dot(n, k, add=add) for n, k, add in SHAPES), dot(4096, 4096, dtype="fp32")]
+    for report in compile_usual(launches, 3, everything):
         report.check(0 if report.launch.constexprs["ADD"] else MAX_SPILLED_WIDE)
         if "fp32" not in report.launch.label:
             assert "mma.sync" in report.ptx, str(report)

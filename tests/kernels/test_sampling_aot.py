@@ -7,7 +7,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from kernels.sampling_triton import CHUNK, NUM_PIVOTS  # noqa: E402
-from tests.kernels.aot import Launch, compile_launches  # noqa: E402
+from tests.kernels.aot import EXTENT, Launch, compile_usual  # noqa: E402
 
 VOCAB_SIZE = 151_936
 NUM_CHUNKS = triton.cdiv(VOCAB_SIZE, CHUNK)
@@ -73,21 +73,24 @@ def search(dtype: str = "bf16", *, by_count: bool, first: bool = False, last: bo
     return launch("_search_kernel", dtype, FIRST=first, LAST=last, BY_COUNT=by_count, NUM_PIVOTS=NUM_PIVOTS)
 
 
-def test_compile_without_spills():
+@pytest.mark.parametrize("everything", EXTENT)
+def test_compile_without_spills(everything):
     launches = [
         launch("_chunk_max_kernel"),
-        launch("_chunk_max_kernel", "fp32"),
         search(by_count=True, first=True),
+        search("fp32", by_count=False),
+        launch("_weigh_kernel", CUT=True),
+        launch("_draw_kernel", GREEDY=False, CUT=True, KEEP=True),
+        launch("_draw_kernel", GREEDY=True, CUT=False, KEEP=True),
+        launch("_chunk_max_kernel", "fp32"),
         search(by_count=True),
         search(by_count=False),
-        search("fp32", by_count=False),
         search(by_count=False, last=True),
-        *(launch("_weigh_kernel", CUT=cut) for cut in (False, True)),
-        *(launch("_draw_kernel", GREEDY=False, CUT=cut, KEEP=True) for cut in (False, True)),
-        launch("_draw_kernel", GREEDY=True, CUT=False, KEEP=True),
+        launch("_weigh_kernel", CUT=False),
+        launch("_draw_kernel", GREEDY=False, CUT=False, KEEP=True),
         launch("_draw_kernel", GREEDY=True, CUT=False, KEEP=False),
     ]
-    for report in compile_launches(launches):
+    for report in compile_usual(launches, 6, everything):
         report.check()
         if report.launch.kernel.endswith("_chunk_max_kernel"):
             assert "ld.global.v4" in report.ptx, f"{report} has no vector loads"

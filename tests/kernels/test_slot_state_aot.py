@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.aot import Launch, compile_launches
+from tests.kernels.aot import EXTENT, Launch, compile_usual
 
 SETTINGS = {
     **dict.fromkeys(("temperature_ptr", "top_p_ptr", "row_temperature_ptr", "row_top_p_ptr"), "*fp64"),
@@ -30,7 +30,8 @@ def start(drawn: bool, block_size: int, tile: int) -> Launch:
     )
 
 
-def test_compile_without_spills():
+@pytest.mark.parametrize("everything", EXTENT)
+def test_compile_without_spills(everything):
     launches = [
         start(drawn=False, block_size=16, tile=1024),
         start(drawn=True, block_size=16, tile=1024),
@@ -46,7 +47,7 @@ def test_compile_without_spills():
             num_warps=1,
         ),
     ]
-    for report in compile_launches(launches):
+    for report in compile_usual(launches, len(launches), everything):
         report.check()
         assert report.shared == 0, f"{report} sends values through shared memory"
         if "start_decodes" in report.launch.kernel:
