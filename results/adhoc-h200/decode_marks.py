@@ -59,7 +59,7 @@ with (out / "decode_marks.jsonl").open("w") as file:
             print("FAILED", heads, block_size, len(lens), lens[0], repr(reason)[:300]); continue
         medians = {name: statistics.median(t.median for t in rounds) for name, rounds in found.items()}
         aim = AIMS.get((len(lens), lens[0])) if block_size == 16 and len(set(lens)) == 1 else None
-        print(f"{heads} heads {len(lens)} x {max(lens)} blocks {block_size}: floor {bench.cost.bytes / 4.42e6:.1f} aim {aim} plan {plan['variant']} x{plan['num_splits']}",
+        print(f"{heads} heads {len(lens)} x {max(lens)} blocks {block_size}: floor {bench.cost.bytes / 4.42e6:.1f} aim {aim} plan {plan['variant']} x{plan.get('num_splits', '')}",
               " ".join(f"{n}={m:.1f}" for n, m in sorted(medians.items(), key=lambda x: x[1])), f"[{time.time() - start:.0f}]", flush=True)
         for name, rounds in found.items():
             file.write(json.dumps(dict(num_q_heads=heads, block_size=block_size, context_lens=lens if len(set(lens)) > 1 else [len(lens), lens[0]],
