@@ -146,11 +146,9 @@ def _drawn_weights(
     temperature, top_k, top_p = temperature.to(device), top_k.to(device), top_p.to(device)
     for sort in (False, True):
         chosen = [row for row, needs_sort in kinds if needs_sort == sort]
-        for rows in torch.tensor(chosen, dtype=torch.int64, device=device).split(
-            max(1, PIECE_ELEMENTS // vocab_size)
-        ):
-            if not len(rows):
-                continue
+        if not chosen:
+            continue
+        for rows in torch.tensor(chosen, device=device).split(max(1, PIECE_ELEMENTS // vocab_size)):
             weights = _weights(logits[rows], temperature[rows])
             if sort:
                 weights = _filter(weights, logits[rows], top_k[rows], top_p[rows])
@@ -184,8 +182,8 @@ def _draw(weights: Tensor, uniform: Tensor, otherwise: Tensor) -> Tensor:
     """The id of each row in whose share of the cumulative weights `uniform` falls; `otherwise` where all are 0."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
-    # uniform is below 1, but its product with total may round up to total.
-    target = (uniform[:, None] * total).long().minimum(total - 1)
+    # Below total however it rounds: uniform is at most 1 - 2^-53, which takes off more than fp64's total may gain.
+    target = (uniform[:, None] * total).long()
     # The first id whose cumulative weight exceeds the target: so it has a weight of its own.
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return torch.where(total.squeeze(1) > 0, drawn, otherwise)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kernels import sampling
 from kernels.sampling import filtered_probs, finite_rows, greedy, sample, sample_filtered
 
 NAN, INF = float("nan"), float("inf")
@@ -72,6 +73,14 @@ def test_temperature():
     close(probs_of([0.8, 0.2], temperature=2.0), [2 / 3, 1 / 3])
     close(probs_of([0.2, 0.8], temperature=0.0), [0, 1])
     close(probs_of([0.2, 0.8], temperature=1e-4), [0, 1])
+
+
+def test_a_probability_below_a_unit_counts_as_0_and_one_above_it_is_kept():
+    """Of 2 or 3 tokens the unit is 2^-60. A tail too small for fp64 sums to show it is still not cut at p = 1."""
+    assert (probs_of([1, 2**-59.5]) > 0).tolist() == [True, True]
+    assert (probs_of([1, 2**-60.5]) > 0).tolist() == [True, False]
+    assert (probs_of([1, 2**-58, 2**-58], top_k=2) > 0).tolist() == [True, True, False]
+    assert (probs_of([1, 2**-58, 2**-58], top_k=2, top_p=0.999) > 0).tolist() == [True, False, False]
 
 
 @st.composite
@@ -218,6 +227,7 @@ def test_only_filtered_rows_sort(monkeypatch):
     temperature, top_k, top_p = parameters(2)
     sample(logits, temperature, top_k, top_p, uniforms(0.1, 0.9))
     sample(logits, temperature * 0, top_k + 6, top_p * 0.5, uniforms(0.1, 0.9))
+    sample(logits, temperature, top_k + 52, top_p + 0.5, uniforms(0.1, 0.9))  # beyond what filters
     with pytest.raises(AssertionError, match="sorted"):
         sample(logits, temperature, top_k + 6, top_p, uniforms(0.1, 0.9))
 
@@ -249,12 +259,28 @@ def test_rows_do_not_depend_on_their_neighbours(data):
         assert abs(probs[row].double().sum() - 1) < 1e-6
 
 
-def test_pieces_do_not_change_rows(monkeypatch):
+@pytest.mark.parametrize(("elements", "largest"), [(300, 3), (50, 1)])
+def test_pieces_bound_the_scratch_and_change_no_row(monkeypatch, elements, largest):
+    """Of 20 rows 5 are greedy, 5 drawn from all tokens and 10 filtered: each drawn one is weighed once."""
     logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
-    args = (*parameters(20, 1.0, 30, 0.9), torch.linspace(0, 0.999, 20, dtype=torch.float64))
+    args = (
+        torch.tensor([0.0, 1.0, 0.7, 1.0]).repeat(5),
+        torch.tensor([9, 100, 30, 0]).repeat(5),
+        torch.tensor([0.5, 1.0, 1.0, 0.9]).repeat(5),
+        torch.linspace(0, 0.999, 20, dtype=torch.float64),
+    )
     whole = sample(logits, *args)
-    monkeypatch.setattr("kernels.sampling.PIECE_ELEMENTS", 300)
+    pieces = []
+
+    def weigh(logits, temperature, weigh=sampling._weights):
+        pieces.append(len(logits))
+        return weigh(logits, temperature)
+
+    monkeypatch.setattr(sampling, "_weights", weigh)
+    monkeypatch.setattr(sampling, "PIECE_ELEMENTS", elements)
     assert torch.equal(sample(logits, *args), whole)
+    assert max(pieces) == largest
+    assert sum(pieces) == 15
 
 
 @pytest.mark.parametrize(
@@ -297,12 +323,14 @@ def test_no_rows():
 
 
 BAD = {
-    "logits must be": {"logits": torch.zeros(2, 0)},
+    r"logits must be .*\(2, 0\)": {"logits": torch.zeros(2, 0)},
     "logits must be .*int64": {"logits": torch.zeros(2, 5, dtype=torch.int64)},
-    "temperature must be": {"temperature": torch.ones(3)},
-    "top_k must be": {"top_k": torch.ones(1)},
-    "top_p must be": {"top_p": torch.ones(2, 1)},
-    "uniform must be": {"uniform": torch.zeros(2)},
+    r"temperature must be \[2\] .*\(3,\)": {"temperature": torch.ones(3)},
+    r"top_k must be \[2\] .*\(1,\)": {"top_k": torch.ones(1)},
+    r"top_p must be \[2\] .*\(2, 1\)": {"top_p": torch.ones(2, 1)},
+    r"uniform must be \[2\] .*float32": {"uniform": torch.zeros(2)},
+    r"uniform must be \[2\] .*\(1,\)": {"uniform": uniforms(0)},
+    r"uniform must be \[2\] .*\(3,\)": {"uniform": uniforms(0, 0, 0)},
 }
 
 
