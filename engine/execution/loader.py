@@ -39,7 +39,8 @@ def load_model(
     """Build this rank's part of the model on `device` in `dtype` and fill it.
 
     load_format "auto" reads the checkpoint at source.path, "dummy" draws weights from `seed`, the same ones for any
-    number of ranks. Raises ValueError, naming the tensor or file, if the checkpoint does not fit the model exactly.
+    number of ranks and, but for the cast, for any `dtype`. Raises ValueError, naming the tensor or file, if the
+    checkpoint does not fit the model exactly.
     """
     if load_format != "dummy" and source.path is None:
         raise ValueError("a model without a checkpoint needs load_format 'dummy'")
@@ -58,7 +59,7 @@ def load_model(
         raise ValueError(f"{source.path or 'the model'} does not fit on {device}: {error}") from error
     shards = list(model.weight_shards())
     if load_format == "dummy":
-        draw_weights(shards, seed)
+        draw_weights(shards, seed, source.config.dtype)
     else:
         assert source.path is not None
         read_weights(shards, source.path, ignored=ignored)
@@ -124,23 +125,25 @@ def read_weights(shards: Sequence[WeightShard], directory: Path, *, ignored: Ite
 
 
 @torch.no_grad()
-def draw_weights(shards: Iterable[WeightShard], seed: int) -> None:
+def draw_weights(shards: Iterable[WeightShard], seed: int, dtype: torch.dtype) -> None:
     """Norm weights 1, all others normal with standard deviation DUMMY_STD.
 
     Each tensor has a stream of its own, drawn in full on the target's device, so a rank's slice is the same part of the
-    same numbers whatever the number of ranks.
+    same numbers whatever the number of ranks. dtype: the checkpoint's, in which they are drawn before they are cast to
+    the target's, as if read from files; so a bf16 model has the same weights in an fp32 engine as in a bf16 one.
     """
     for shard in shards:
+        target = shard.target
         if shard.name.endswith("norm.weight"):
-            shard.target.fill_(1.0)
+            target.fill_(1.0)
             continue
         digest = hashlib.sha256(f"{seed} {shard.name}".encode()).digest()
-        generator = torch.Generator(shard.target.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
-        if tuple(shard.target.shape) == shard.full_shape:
-            shard.target.normal_(0.0, DUMMY_STD, generator=generator)
+        generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
+        if tuple(target.shape) == shard.full_shape and target.dtype == dtype:
+            target.normal_(0.0, DUMMY_STD, generator=generator)
             continue
-        full = torch.empty(shard.full_shape, dtype=shard.target.dtype, device=shard.target.device)
-        shard.target.copy_(shard.slice_of(full.normal_(0.0, DUMMY_STD, generator=generator)))
+        full = torch.empty(shard.full_shape, dtype=dtype, device=target.device)
+        target.copy_(shard.slice_of(full.normal_(0.0, DUMMY_STD, generator=generator)))
 
 
 def _refuse_any(complaint: str, names: set[str]) -> None:

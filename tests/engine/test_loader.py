@@ -346,6 +346,21 @@ def test_dummy_weights_need_no_checkpoint_file(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("group", [ParallelGroup.single(), ParallelGroup(1, 2)], ids=["tp1", "tp2"])
+def test_dummy_weights_are_the_checkpoints_whatever_the_engines_dtype(group: ParallelGroup) -> None:
+    """A model in bf16 is the same one in fp32; a model in fp32 loses to bf16 what the cast takes, and no more."""
+    for stored in ("bfloat16", "float32"):
+        config = QWEN3 | {"dtype": stored}
+        half, single = (
+            load(config, load_format="dummy", dtype=dtype, group=group)
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+        for (name, a), b in zip(half.named_parameters(), single.parameters()):
+            assert (a.dtype, b.dtype) == (torch.bfloat16, torch.float32)
+            assert torch.equal(a, b.bfloat16()), name
+            assert stored == "float32" or torch.equal(a.float(), b), name
+
+
 def test_packed_projections_are_where_the_forward_pass_looks_for_them() -> None:
     model = load(UNTIED, load_format="dummy")
     shards = {shard.name: shard.target for shard in model.weight_shards()}

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from experiments.agreement import Tolerance, compare_forced, margins, matching_prefix
+from experiments.agreement import (
+    MULTIPLES,
+    Distance,
+    Tolerance,
+    compare_forced,
+    compare_rounding,
+    fp32_limit,
+    margins,
+    matching_prefix,
+)
 from experiments.divergence import capture, first_beyond, module_errors, module_names
 
 STRICT = Tolerance(margin=0.0, logprob=1e-6, activation=1e-4)
@@ -79,6 +89,116 @@ def test_logits_that_are_not_finite_never_agree(value: float) -> None:
 def test_logits_of_unequal_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="for 2 tokens"):
         compare_forced(torch.zeros(2, 4), torch.zeros(2, 5), [0, 1], STRICT)
+
+
+# --- rounding: two models by their distances from fp32 --------------------------------------------------------
+
+# Logits as spread as those of Qwen3-32B with dummy weights, and what bf16 does to them there.
+SPREAD, NOISE = 1.4, 0.07
+
+
+def rounded(reference: torch.Tensor, seed: int, noise: float = NOISE) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return reference + noise * torch.randn(reference.shape, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def exact() -> torch.Tensor:
+    return SPREAD * torch.randn(128, 5000, generator=torch.Generator().manual_seed(0))
+
+
+def test_distances_have_their_known_values() -> None:
+    """Two tokens of 500 ids: the percentile is the second of all errors from above. A constant is none."""
+    p, q = (torch.full((2, 500), 1 / 500, dtype=torch.float64) for _ in range(2))
+    q[0, :2] = torch.tensor([1.5 / 500, 0.5 / 500])
+    q[1, :2] = torch.tensor([1.25 / 500, 0.75 / 500])
+    found = Distance.between(p.log() + 7.0, q.log() - 3.0)
+    errors = [abs(math.log(ratio)) for ratio in (1.5, 0.5, 1.25, 0.75)]
+    assert found.mean == pytest.approx(sum(errors) / 1000)
+    assert (found.max, found.p999) == pytest.approx((math.log(2), math.log(1.5)))
+
+
+def test_fp32_may_be_off_by_a_share_of_what_half_precision_is() -> None:
+    half = Distance(mean=1.0, p999=2.0, max=4.0)
+    assert fp32_limit(half, torch.bfloat16) == Distance(1 / 1024, 2 / 1024, 4 / 1024)
+    assert fp32_limit(half, torch.float16) == Distance(1 / 128, 2 / 128, 4 / 128)
+    limit = fp32_limit(half, torch.bfloat16)
+    assert limit.is_within(limit)
+    for field in ("mean", "p999", "max"):
+        assert not replace(limit, **{field: 5.0}).is_within(limit)
+        assert not replace(limit, **{field: math.nan}).is_within(limit)
+    endless = Distance(1.0, 1.0, math.inf)
+    assert not endless.is_within(endless)
+
+
+def test_models_that_only_round_agree_however_far_they_are_apart(exact: torch.Tensor) -> None:
+    for noise in (1e-3, NOISE, 0.3):
+        one, other = rounded(exact, 1, noise), rounded(exact, 2, 1.1 * noise)
+        result = compare_rounding(exact, one, other)
+        assert result.agrees
+        assert result.num_unexplained == 0
+        assert result.other.mean == pytest.approx(1.1 * result.one.mean, rel=0.02)
+        assert result.one.mean == pytest.approx(noise * math.sqrt(2 / math.pi), rel=0.05)
+    assert result.num_mismatched > 0
+    assert not compare_forced(one, other, [0] * 128, Tolerance(0.02, 0.025, 0.1)).agrees
+
+
+def test_a_model_that_is_farther_than_rounding_takes_the_other_does_not_agree(exact: torch.Tensor) -> None:
+    near, far = rounded(exact, 1), rounded(rounded(exact, 2), 3, 0.9 * NOISE)
+    assert not compare_rounding(exact, near, far).agrees
+    assert not compare_rounding(exact, far, near).agrees, "the one taken for right may be the wrong one"
+
+
+def test_one_wrong_token_or_id_is_enough(exact: torch.Tensor) -> None:
+    one, right = rounded(exact, 1), rounded(exact, 2)
+    assert compare_rounding(exact, one, right).agrees
+    token, id_ = right.clone(), right.clone()
+    token[77] = rounded(exact[77], 3, 3 * NOISE)
+    id_[3, 11] += 2 * compare_rounding(exact, one, right).one.max
+    for wrong in (token, id_):
+        result = compare_rounding(exact, one, wrong)
+        assert not result.agrees
+        assert result.other.mean < 1.1 * result.one.mean
+
+
+def test_best_ids_may_differ_only_where_fp32_has_them_close() -> None:
+    """The errors are of one size throughout, so distances are alike; only where they fall tells."""
+    exact = torch.zeros(50, 1000)
+    exact[:, 0], exact[:, 1] = 4.0, 3.9
+    one, other = rounded(exact, 1, 1e-3), rounded(exact, 2, 1e-3)
+    one[:, 5:8], other[:, 5:8] = 0.1, -0.1  # a few larger errors, of the size of the margin
+    one[0, 0], one[0, 1] = 3.95, 3.96
+    result = compare_rounding(exact, one, other)
+    assert (result.agrees, result.num_mismatched, result.num_unexplained) == (True, 1, 0)
+    assert result.widest_gap == pytest.approx(0.1)
+    assert result.allowed_gap == pytest.approx(math.sqrt(2) * result.one.p999)
+    exact[:, 1] = one[:, 1] = other[:, 1] = 3.8
+    one[0, 0], one[0, 1] = 3.89, 3.9
+    result = compare_rounding(exact, one, other)
+    assert result.one.is_within(result.other.times(**MULTIPLES))
+    assert result.other.is_within(result.one.times(**MULTIPLES))
+    assert (result.agrees, result.num_unexplained) == (False, 1)
+
+
+def test_what_is_reported_of_rounding(exact: torch.Tensor) -> None:
+    report = compare_rounding(exact, rounded(exact, 1), rounded(exact, 2)).as_json()
+    assert report["multiples"].keys() == report["multiples_allowed"].keys() == MULTIPLES.keys()
+    assert report["multiples"]["mean"] == report["other"]["mean"] / report["one"]["mean"]
+    assert compare_rounding(exact, exact, exact).as_json()["multiples"] == dict.fromkeys(MULTIPLES)
+    assert compare_rounding(exact, exact, exact).agrees
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_distances_that_are_not_finite_never_agree(exact: torch.Tensor, value: float) -> None:
+    broken = rounded(exact, 1)
+    broken[1, 3] = value
+    for one, other in ((broken, rounded(exact, 2)), (rounded(exact, 2), broken), (broken, broken)):
+        assert not compare_rounding(exact, one, other).agrees
+
+
+def test_distances_of_unequal_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"logits of \(2, 4\) and \(2, 5\)"):
+        compare_rounding(torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize(
