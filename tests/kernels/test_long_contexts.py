@@ -181,12 +181,12 @@ def test_prefill_of_torch(name, dtype, head_dim):
 )  # the interpreter's bf16 proves little: see `slow` and `gpu`
 @pytest.mark.parametrize("name", TRITON_DECODE)
 def test_decode_of_triton(name, dtype, head_dim):
-    check_decode(name, [4093], dtype, head_dim)
+    check_decode(name, [1021], dtype, head_dim)
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), KINDS[:2])
 def test_prefill_of_triton(dtype, head_dim):
-    check_prefill("triton", make_case([4093], dtype, head_dim, num_queries=3), 3)
+    check_prefill("triton", make_case([1021], dtype, head_dim, num_queries=3), 3)
 
 
 @pytest.mark.slow

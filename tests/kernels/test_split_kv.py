@@ -39,10 +39,10 @@ def test_merge_of_unequal_splits_is_in_base_2(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 20])
 def test_any_number_of_splits(num_splits: int, prefetch: bool, device: torch.device) -> None:
     """320 keys in tiles of 64: 2 splits are 192 and 128 keys; from 6 on some are empty."""
-    case = make_case([320, 0, 65, 1], device=device)
+    case = make_case([320, 0, 65, 1], heads=(2, 1), device=device)
     split_kv(*case.inputs, out=case.out, num_splits=num_splits, tile=64, prefetch=prefetch)
     assert worst_error(case.out, expected(case)) < 1e-5
 
@@ -59,13 +59,13 @@ def test_split_sizes(block_size: int, device: torch.device) -> None:
 def test_fixed_split_size_gives_the_same_bits_in_any_batch(
     name: str, options: dict[str, int], device: torch.device
 ) -> None:
-    """A row of 900 alone, beside 2,000, and among 16: with different tables, widths and numbers of splits."""
-    alone = make_case([900], dtype=torch.float16, device=device)
+    """A row of 600 alone, beside 1,300, and among 16: with different tables, widths and numbers of splits."""
+    alone = make_case([600], heads=(2, 1), dtype=torch.float16, device=device)
     results = []
-    for others in ([], [2000], [40, 7, 0, 130, 60, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11]):
-        company = make_case([*others, 900], dtype=torch.float16, device=device, seed=1)
-        blocks = company.block_table[-1, : -(-900 // 16)].long()
-        mine = alone.block_table[0, : -(-900 // 16)].long()
+    for others in ([], [1300], [40, 7, 0, 130, 60, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11]):
+        company = make_case([*others, 600], heads=(2, 1), dtype=torch.float16, device=device, seed=1)
+        blocks = company.block_table[-1, : -(-600 // 16)].long()
+        mine = alone.block_table[0, : -(-600 // 16)].long()
         company.k_cache[blocks], company.v_cache[blocks] = alone.k_cache[mine], alone.v_cache[mine]
         company.q[-1] = alone.q[0]
         kernel = decode.get(name)

@@ -19,11 +19,11 @@ def _runs_here(device: torch.device) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 20])
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 9])
 @pytest.mark.parametrize(("block_size", "tile"), [(16, 16), (64, 16), (64, 64), (256, 32), (48, 16)])
 def test_every_key_is_counted_once(block_size: int, tile: int, num_splits: int, device: torch.device) -> None:
     """Whole rounds of chunks, a begun chunk, whole tiles only, a rest only, a rest that opens a chunk, nothing."""
-    case = make_case([400, 150, 64, 7, 129, 0], block_size=block_size, device=device)
+    case = make_case([400, 150, 64, 7, 129, 0], heads=(2, 1), block_size=block_size, device=device)
     tma(*case.inputs, out=case.out, num_splits=num_splits, tile=tile)
     assert worst_error(case.out, expected(case)) < 1e-5
 

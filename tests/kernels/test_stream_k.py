@@ -15,7 +15,7 @@ stream_k = decode.get("stream_k")
 DEVICE = torch.device("cpu" if INTERPRETING else "cuda")
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     context_lens=st.lists(st.integers(0, 100), min_size=1, max_size=6),
     num_programs=st.integers(1, 40),
@@ -24,8 +24,8 @@ DEVICE = torch.device("cpu" if INTERPRETING else "cuda")
 @example(context_lens=[0, 0, 0], num_programs=5, heads=(2, 2))
 @example(context_lens=[16], num_programs=40, heads=(3, 1))  # one tile, 40 programs
 @example(context_lens=[0, 1, 0, 100, 0], num_programs=7, heads=(4, 2))
-@example(context_lens=[100] * 6, num_programs=84, heads=(4, 2))  # a program for every tile
-@example(context_lens=[100] * 6, num_programs=100, heads=(4, 2))
+@example(context_lens=[100] * 3, num_programs=42, heads=(4, 2))  # a program for every tile
+@example(context_lens=[100] * 3, num_programs=50, heads=(4, 2))
 def test_any_schedule(context_lens: list[int], num_programs: int, heads: tuple[int, int]) -> None:
     case = make_case(context_lens, heads=heads, head_dim=16, device=DEVICE)
     workspace = torch.full((2 * 100 * 3 * 17,), float("nan"), device=DEVICE)

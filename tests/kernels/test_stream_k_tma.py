@@ -25,7 +25,7 @@ def _runs_here() -> None:
         pytest.skip(reason)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     context_lens=st.lists(st.integers(0, 100), min_size=1, max_size=6),
     num_programs=st.integers(1, 40),
@@ -35,7 +35,7 @@ def _runs_here() -> None:
 @example(context_lens=[0, 0, 0], num_programs=5, heads=(2, 2), blocks=(16, 16))
 @example(context_lens=[16], num_programs=40, heads=(3, 1), blocks=(16, 16))  # one tile, 40 shares
 @example(context_lens=[0, 1, 0, 100, 0], num_programs=7, heads=(4, 2), blocks=(32, 32))
-@example(context_lens=[100] * 6, num_programs=84, heads=(4, 2), blocks=(16, 16))  # a share for every tile
+@example(context_lens=[100] * 3, num_programs=42, heads=(4, 2), blocks=(16, 16))  # a share for every tile
 @example(context_lens=[96, 33, 17], num_programs=6, heads=(4, 2), blocks=(48, 16))
 def test_any_schedule(
     context_lens: list[int], num_programs: int, heads: tuple[int, int], blocks: tuple[int, int]
@@ -52,7 +52,7 @@ def test_any_schedule(
 def test_every_last_key(block_size: int, tile: int, num_programs: int) -> None:
     """Contexts that end on, before and behind a tile's and a block's edge; what follows them in the block is NaN."""
     lens = [1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128]
-    case = make_case(lens, head_dim=16, block_size=block_size, strided=True, device=DEVICE)
+    case = make_case(lens, heads=(2, 1), head_dim=16, block_size=block_size, strided=True, device=DEVICE)
     kernel(*case.inputs, out=case.out, num_programs=num_programs, tile=tile)
     assert worst_error(case.out, expected(case)) < 1e-5
 
