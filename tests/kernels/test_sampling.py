@@ -227,7 +227,8 @@ def test_only_filtered_rows_sort(monkeypatch):
     temperature, top_k, top_p = parameters(2)
     sample(logits, temperature, top_k, top_p, uniforms(0.1, 0.9))
     sample(logits, temperature * 0, top_k + 6, top_p * 0.5, uniforms(0.1, 0.9))
-    sample(logits, temperature, top_k + 52, top_p + 0.5, uniforms(0.1, 0.9))  # beyond what filters
+    for off in (0, 51):
+        sample(logits, temperature, torch.full((2,), off), top_p + 0.5, uniforms(0.1, 0.9))
     with pytest.raises(AssertionError, match="sorted"):
         sample(logits, temperature, top_k + 6, top_p, uniforms(0.1, 0.9))
 
@@ -324,6 +325,8 @@ def test_no_rows():
 
 BAD = {
     r"logits must be .*\(2, 0\)": {"logits": torch.zeros(2, 0)},
+    r"logits must be .*\(5,\)": {"logits": torch.zeros(5)},
+    r"logits must be .*\(2, 5, 1\)": {"logits": torch.zeros(2, 5, 1)},
     "logits must be .*int64": {"logits": torch.zeros(2, 5, dtype=torch.int64)},
     r"temperature must be \[2\] .*\(3,\)": {"temperature": torch.ones(3)},
     r"top_k must be \[2\] .*\(1,\)": {"top_k": torch.ones(1)},
