@@ -77,10 +77,10 @@ def test_temperature():
 
 def test_a_probability_below_a_unit_counts_as_0_and_one_above_it_is_kept():
     """Of 2 or 3 tokens the unit is 2^-60. A tail too small for fp64 sums to show it is still not cut at p = 1."""
-    assert (probs_of([1, 2**-59.5]) > 0).tolist() == [True, True]
-    assert (probs_of([1, 2**-60.5]) > 0).tolist() == [True, False]
-    assert (probs_of([1, 2**-58, 2**-58], top_k=2) > 0).tolist() == [True, True, False]
-    assert (probs_of([1, 2**-58, 2**-58], top_k=2, top_p=0.999) > 0).tolist() == [True, False, False]
+    assert probs_of([1, 2**-59.5]).sign().tolist() == [1, 1]
+    assert probs_of([1, 2**-60.5]).sign().tolist() == [1, 0]
+    assert probs_of([1, 2**-58, 2**-58], top_k=2).sign().tolist() == [1, 1, 0]
+    assert probs_of([1, 2**-58, 2**-58], top_k=2, top_p=0.999).sign().tolist() == [1, 0, 0]
 
 
 @st.composite
@@ -231,6 +231,18 @@ def test_only_filtered_rows_sort(monkeypatch):
         sample(logits, temperature, torch.full((2,), off), top_p + 0.5, uniforms(0.1, 0.9))
     with pytest.raises(AssertionError, match="sorted"):
         sample(logits, temperature, top_k + 6, top_p, uniforms(0.1, 0.9))
+
+
+def test_triton_is_called_when_asked_for_and_not_otherwise(monkeypatch):
+    for name in ("greedy", "sample"):
+        monkeypatch.setattr(sampling.sampling_triton, name, lambda *_args, name=name, **_options: name)
+    logits = torch.zeros(1, 5)
+    assert greedy(logits, use_triton=True) == "greedy"
+    assert greedy(logits).tolist() == [0]
+    for temperature, name in ((0.0, "greedy"), (1.0, "sample")):
+        arguments = (logits, *parameters(1, temperature), uniforms(0))
+        assert sample(*arguments, use_triton=True) == name
+        assert sample(*arguments).tolist() == [0]
 
 
 # --- rows are independent ------------------------------------------------------------------------------
