@@ -37,10 +37,6 @@ class Schedule:
     def requests(self) -> list[ScheduledRequest]:
         return self.decodes + self.prefills
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + sum(scheduled.end - scheduled.start for scheduled in self.prefills)
-
 
 class Scheduler:
     """Request-level continuous batching (Orca, Yu et al. 2022) with chunked prefill (Sarathi, Agrawal et al. 2023).
@@ -142,9 +138,8 @@ class Scheduler:
     # --- the two kinds of work ------------------------------------------------------------------------------
 
     def _schedule_decodes(self, schedule: Schedule) -> None:
-        budget = self.max_num_batched_tokens - schedule.num_tokens
         ready = [request for request in self.running if request.is_decoding and not request.is_complete]
-        for request in ready[:budget]:
+        for request in ready[: self.max_num_batched_tokens]:
             if request.is_decoding and self._grow_or_preempt(request, schedule):
                 schedule.decodes.append(self._run(request, 1))
 
@@ -186,7 +181,7 @@ class Scheduler:
         request.is_decoding = False
 
     def _schedule_prefills(self, schedule: Schedule) -> None:
-        budget = self.max_num_batched_tokens - schedule.num_tokens
+        budget = self.max_num_batched_tokens - len(schedule.decodes)
         for request in self.running:
             if budget and not request.is_decoding:
                 budget -= self._schedule_chunk(request, budget, schedule)
