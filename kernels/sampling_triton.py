@@ -244,7 +244,8 @@ def _chunk_max_kernel(
         tl.store(cut_ptr + row * 2 + 1, tl.full([], 0, tl.int64))
 
 
-@triton.jit
+# Bounds start at any multiple of 8 bytes where the number of rows is odd: read one by one, they need no other kernel.
+@triton.jit(do_not_specialize_on_alignment=["bounds_ptr", "new_bounds_ptr"])
 def _search_kernel(
     logits_ptr,
     stride_row,
