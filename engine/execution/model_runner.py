@@ -30,10 +30,17 @@ from engine.models.checkpoint import ModelSource
 from engine.models.decoder import layer_shape
 from engine.parallel.group import ParallelGroup
 from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
+from kernels.compile_ahead import can_compile_ahead, compile_ahead
 from kernels.decode.planner import device_sm_count
 from kernels.persistent import unsupported_block_size
 from kernels.slot_state import DecodeRows, DrawSettings, draw_settings, keep_newest, start_decodes
 from kernels.tuned_tables import device_name
+
+_HARDEST_SAMPLING = SlotSetting(0, 1.0, MAX_CANDIDATES + 1, 0.9, 0, 1)
+"""With top-p, log-probabilities, and a top-k of which ranks cannot decide from a few candidates: they gather all."""
+
+_REHEARSED_PROMPTS = (128, 16, 1)
+"""Tokens. Kernels for prefill differ between long chunks, short ones, and what a cached prefix leaves of a prompt."""
 
 
 class ModelRunner:
@@ -101,7 +108,11 @@ class ModelRunner:
         return self.device.type == "cuda" and capturable and not self.config.enforce_eager
 
     def prepare(self) -> None:
-        """Take as many KV blocks as the rank with the least room can hold; steps can be launched from now on."""
+        """Compile, and take as many KV blocks as the rank with the least room can hold; then steps can be launched."""
+        if self._compiles_ahead:
+            with compile_ahead(self.device, compiles=self.group.rank == 0):
+                self._rehearse()
+            self.group.smallest(0, self.device)  # the others find what rank 0 has compiled in Triton's cache
         self.allocate_kv_cache(self.group.smallest(self.num_blocks_that_fit(), self.device))
         self._clock = DeviceClock(self.device)
 
@@ -144,6 +155,50 @@ class ModelRunner:
         del self.model, self.kv_cache, self.state
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    # --- compilation ----------------------------------------------------------------------------------------
+
+    @property
+    def _compiles_ahead(self) -> bool:
+        """On a CUDA device, for the kernels of this project: those of others may do anything while they run nothing."""
+        own = all(
+            type(kernel).__module__.startswith("kernels.")
+            for kernel in (self.kernels.decode, self.kernels.prefill)
+        )
+        own = own and self.kernels.use_triton and not self.kernels.persistent_layers
+        return self.device.type == "cuda" and own and can_compile_ahead()
+
+    @torch.inference_mode()
+    def _rehearse(self) -> None:
+        """Launch each kernel of the largest steps and of the first usual ones, on one of the layers, which are alike.
+
+        For compile_ahead: no result of a Triton kernel is used as an index. Slot 0 and the KV cache are left used.
+        """
+        num_tokens = [
+            min(n, self.config.max_num_batched_tokens, self.max_model_len - 1) for n in _REHEARSED_PROMPTS
+        ]
+        num_blocks = -(-max(num_tokens) // self.shape.block_size)
+        self.kv_cache = self._new_kv_cache(num_blocks)[:1]
+        settings, new_blocks = (_HARDEST_SAMPLING,), (NewBlocks(0, 0, tuple(range(num_blocks))),)
+        self.state.apply(StepInput(settings, new_blocks, (), 0, 0, ()))
+        hardest, greedy = self.state.sampling_kind((0,)), self.state.sampling_kind(())
+        for n in num_tokens:
+            self._run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), (0,), hardest)
+        longest, largest = self.max_model_len, graph_sizes(self.config.max_num_seqs)[-1]
+        for num_rows, kind, mean in (
+            (largest, hardest, longest),
+            (largest, hardest, longest // MOST_RAGGED),
+            (1, greedy, longest),
+            (1, SamplingKind(any_drawn=True), longest),
+        ):
+            slots = torch.full((num_rows,), self.state.padding_slot, dtype=torch.int64, device=self.device)
+            plan = self._planner.plan(num_rows, self._contexts(longest, mean))
+            for use_triton in (True, False):  # the latter's results are real
+                rows, draw = start_decodes(
+                    self.state, slots, self.shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
+                )
+            self._sample(self._forward(rows, None, plan), slots, kind, draw)
+        self.kv_cache = self._new_kv_cache(0)
 
     # --- KV cache -------------------------------------------------------------------------------------------
 
@@ -239,8 +294,7 @@ class ModelRunner:
         for slot in range(num_seqs):
             num_tokens = min(length, budget // num_seqs + (slot < budget % num_seqs))
             num_blocks = -(-num_tokens // self.shape.block_size)
-            # The top-k of which ranks cannot decide from a few candidates: they gather all logits.
-            settings.append(SlotSetting(slot, 1.0, MAX_CANDIDATES + 1, 0.9, 0, 1))
+            settings.append(replace(_HARDEST_SAMPLING, slot=slot))
             new_blocks.append(NewBlocks(slot, 0, tuple(range(next_block, next_block + num_blocks))))
             chunks.append(Chunk(slot, 0, (0,) * num_tokens, True))
             next_block += num_blocks

@@ -183,7 +183,8 @@ class Decoder(nn.Module):
         """Hidden states [num_tokens, hidden_size] after the last norm; the tokens' KV is written on the way.
 
         input_ids, positions: [num_tokens] int64, in the order AttentionMetadata describes. kv_cache: [num_layers, 2,
-        num_blocks, block_size, num_kv_heads, head_dim] in the model's dtype, with this rank's KV heads.
+        num_blocks, block_size, num_kv_heads, head_dim] in the model's dtype, with this rank's KV heads; if it has
+        fewer layers, no more are run, which is a rehearsal only.
         """
         hidden, residual = self.embed_tokens(input_ids), None
         persistent, rows = self._persistent, len(input_ids)
@@ -198,7 +199,7 @@ class Decoder(nn.Module):
                 metadata.slot_mapping,
             )
             return self.norm(hidden)
-        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=False):
             hidden, residual = layer(hidden, residual, positions, self.rotary_emb, metadata, layer_cache)
         normed = self.norm(hidden, residual)
         return normed if residual is None else normed[0]
