@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -12,7 +13,7 @@ from kernels import prefill
 from tests.engine.checkpoints import LLAMA, QWEN3, reference_model, write_random_checkpoint
 from tests.engine.greedy_reference import reference_ids, uneven_prompts
 
-NUM_NEW = 48
+NUM_NEW = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 MODELS = {
     "qwen3 tied": (QWEN3, {}),
@@ -30,14 +31,24 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=sorted(MODELS))
-def checkpoint(request, tmp_path_factory):
-    """(directory, prompts, Transformers' ids) of one small random model."""
-    config, options = MODELS[request.param]
-    directory = write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), config, **options)
-    prompts = uneven_prompts(config["vocab_size"])
-    model = reference_model(directory)
-    return directory, prompts, [reference_ids(model, prompt, NUM_NEW) for prompt in prompts]
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """By name, (directory, prompts, Transformers' ids) of a small random model, each made once."""
+
+    @functools.cache
+    def make(name):
+        config, options = MODELS[name]
+        directory = write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), config, **options)
+        prompts = uneven_prompts(config["vocab_size"])
+        model = reference_model(directory)
+        return directory, prompts, [reference_ids(model, prompt, NUM_NEW) for prompt in prompts]
+
+    return make
+
+
+@pytest.fixture(params=sorted(MODELS))
+def checkpoint(request, checkpoints):
+    return checkpoints(request.param)
 
 
 def ids_of(directory, prompts, params=GREEDY, **options) -> tuple[list[tuple[int, ...]], LLM]:
@@ -52,27 +63,31 @@ KERNELS = list(itertools.product(("torch", "reference"), ("torch", "reference"))
 
 
 def cases() -> list:
-    """Block sizes, budgets, caching and policies, each with one of the four pairs of kernels.
+    """Models, block sizes, budgets, caching and policies, each with one of the four pairs of kernels.
 
-    Every two settings meet in the half that runs by default; the others are slow.
+    Every two settings meet in those that run by default, for one model by itself; the others are slow.
     """
     found = []
-    for block, budget, caching, policy in itertools.product(range(3), range(3), range(2), range(2)):
-        half = (block + budget + caching + policy) % 2
+    settings = itertools.product(range(3), range(3), range(2), range(2))
+    for (model, name), (block, budget, caching, policy) in itertools.product(enumerate(MODELS), settings):
+        usual = caching == (block + budget) % 2 and policy == (block + budget) // 2 % 2
+        usual = usual and model in (0, (block + 2 * budget) % 3)
         decode, prefill = KERNELS[(budget + caching + 2 * policy) % len(KERNELS)]
         case = ((1, 4, 16)[block], (1, 7, 64)[budget], caching == 0, ("mixed", "prefill_first")[policy])
-        found.append(pytest.param(*case, decode, prefill, marks=[pytest.mark.slow] * half))
+        found.append(pytest.param(name, *case, decode, prefill, marks=[] if usual else pytest.mark.slow))
     return found
 
 
-@pytest.mark.parametrize(("block_size", "budget", "caching", "policy", "decode", "prefill"), cases())
+@pytest.mark.parametrize(
+    ("checkpoint", "block_size", "budget", "caching", "policy", "decode", "prefill"),
+    cases(),
+    indirect=["checkpoint"],
+)
 def test_batched_ids_equal_transformers_one_by_one(
     checkpoint, block_size, budget, caching, policy, decode, prefill
 ):
     directory, prompts, expected = checkpoint
-    if (
-        budget == 1 and block_size < 16
-    ):  # one token a step is slow: all prompts for one block size, a few for the others
+    if budget == 1:  # one token a step is slow
         prompts, expected = prompts[:6], expected[:6]
     ids, llm = ids_of(
         directory,
@@ -83,7 +98,7 @@ def test_batched_ids_equal_transformers_one_by_one(
         scheduling=policy,
         decode_attention=decode,
         prefill_attention=prefill,
-        num_kv_blocks=-(-400 // block_size),  # a third of what all of them need: they preempt each other
+        num_kv_blocks=-(-400 // block_size),  # a quarter of what all of them need: they preempt each other
     )
     assert ids == expected
     stats = llm.stats()
@@ -99,7 +114,17 @@ def test_a_roomy_pool_gives_the_same_without_preemption(checkpoint):
     assert llm.stats()["num_preemptions"] == 0
 
 
-@pytest.mark.parametrize("decode", ["single_pass", "split_kv"])
+@pytest.mark.parametrize(
+    ("checkpoint", "decode"),
+    [
+        ("qwen3 tied", "split_kv"),
+        ("llama", "single_pass"),
+        pytest.param("qwen3 untied sharded", "split_kv", marks=pytest.mark.slow),
+        pytest.param("llama", "split_kv", marks=pytest.mark.slow),
+        pytest.param("qwen3 tied", "single_pass", marks=pytest.mark.slow),
+    ],
+    indirect=["checkpoint"],
+)
 def test_triton_kernels_in_the_interpreter_give_the_same(checkpoint, decode):
     directory, prompts, expected = checkpoint
     ids, _ = ids_of(
@@ -109,6 +134,7 @@ def test_triton_kernels_in_the_interpreter_give_the_same(checkpoint, decode):
         decode_attention=decode,
         prefill_attention="triton",
         use_triton=True,
+        max_model_len=64,
         max_num_batched_tokens=48,
     )
     assert ids == [tokens[:3] for tokens in expected[:2]]
