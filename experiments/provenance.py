@@ -87,9 +87,11 @@ def repeat_command(overrides: Sequence[str]) -> str:
     return "python -m experiments.run " + shlex.join(kept)
 
 
-def git_state() -> dict[str, Any]:
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def git_state(root: Path = ROOT) -> dict[str, Any]:
     """The commit of the code that runs and whether its working tree differs from it; nulls outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str | None:
         try:
@@ -98,7 +100,7 @@ def git_state() -> dict[str, Any]:
             )
         except (OSError, subprocess.SubprocessError):
             return None
-        return done.stdout.strip()
+        return done.stdout.rstrip()  # a line's first two characters may be blank: they are its status
 
     status = git("status", "--porcelain", "--untracked-files=normal")
     return {

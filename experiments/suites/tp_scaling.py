@@ -77,6 +77,8 @@ class TpScaling(Suite):
         if "time_us" not in table:
             return table
         timed = rows[(rows["status"] == "ok") & rows["time_us"].notna()]
+        empty = dict.fromkeys(("speedup", "speedup_low", "speedup_high", "efficiency"), float("nan"))
+        table = table.assign(**empty, speedup_over=None)
         keys = ["variant", "batch_size", "context_len", "tp"]
         times = {key: group["time_us"].tolist() for key, group in timed.groupby(keys)}
         for line, key in zip(table.index, table[keys].itertuples(index=False, name=None)):

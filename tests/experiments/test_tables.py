@@ -8,6 +8,7 @@ import pytest
 
 from experiments.columns import make_row
 from experiments.records import to_frame
+from experiments.suites.tp_scaling import SUITE as TP_SCALING
 from experiments.tables import compact, median_of, over_rounds, reasons, summarise, to_markdown
 
 
@@ -130,3 +131,12 @@ def test_columns_that_are_plotted_have_intervals() -> None:
     line = summarise(frame, medians=["ttft_ms_p50"], intervals=["ttft_ms_p50"]).iloc[0]
     assert 10.0 <= line["ttft_ms_p50_low"] < line["ttft_ms_p50"] < line["ttft_ms_p50_high"] <= 40.0
     assert "ttft_ms_p50_low" not in summarise(frame, medians=["ttft_ms_p50"])
+
+
+def test_tp_scaling_of_one_rank_has_a_table_of_one_rank() -> None:
+    """A run whose ranks are measured elsewhere ended in a KeyError after its last point."""
+    table = TP_SCALING.summary(to_frame(rows("auto", [100 * n for n in NOISE])))
+    assert table["speedup"].tolist() == [1.0]
+    assert table["efficiency"].tolist() == [1.0]
+    assert compact(table)["speed-up [95%]"].tolist() == ["1x tp 1"]
+    assert not TP_SCALING.summary(to_frame(rows("auto", None, status="oom"))).empty
