@@ -257,9 +257,13 @@ def test_reset_forgets_prefixes_but_not_running_requests():
 
 
 def test_the_cache_can_be_off():
-    blocks = BlockManager(8, 4, enable_prefix_caching=False)
+    """Then no block is ever hashed."""
+    hashed = []
+    blocks = BlockManager(8, 4, False, hash_function=lambda tokens, parent: hashed.append(tokens) or 0)
     admit_compute_free(blocks, make_request(8))
     assert admit_compute_free(blocks, make_request(8)) == 0
+    blocks.withdraw(make_request(8))
+    assert not hashed
 
 
 @pytest.mark.parametrize("bad", [{"num_blocks": 0, "block_size": 4}, {"num_blocks": 4, "block_size": 0}])
