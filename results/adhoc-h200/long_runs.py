@@ -442,7 +442,7 @@ def main() -> int:
     parser.add_argument(
         "--growth-mib", type=float, default=64, help="pool, soak: memory that may grow in the last third"
     )
-    parser.add_argument("--layer-fusion", default="auto", help="as LLM(layer_fusion=...)")
+    parser.add_argument("--layer-fusion", default="off", help="as LLM(layer_fusion=...)")
     parser.add_argument("--requests", type=int, default=2000, help="pool")
     parser.add_argument("--every", type=float, default=1.0, help="pool: seconds between samples")
     parser.add_argument("--prompt-len", type=int, default=8192, help="long")
