@@ -30,6 +30,7 @@ from experiments.settings import Variant
 from kernels import decode, timing
 from kernels.decode import planner, split_kv, split_kv_tma, stream_k_tma
 from kernels.decode.cost_model import CostModel, Gpu, SharesModel, Work
+from kernels.decode.planned import CLOSE
 from kernels.decode.planner import TileShape, device_sm_count, gpu_of, max_partials, work_of
 from kernels.tuned_tables import table_name
 
@@ -280,9 +281,11 @@ def regrets(
         groups[sample.shape].append(sample)
 
     def cost(sample: Sample) -> tuple[float, int]:
-        """As kernels/decode/split_kv_tma.py chooses: of equal times the fewer turns."""
+        """As kernels/decode/planned.py and split_kv_tma.py choose: of equal times the fewer turns."""
         work, gpu = sample.work(), sample.gpu(sm_count)
         modelled = models[sample.kernel][str(sample.tile)].time_us(work, sample.num_splits, gpu)
+        if sample.kernel == "split_kv":
+            modelled *= CLOSE
         return modelled, -(-work.programs * sample.num_splits // gpu.slots)
 
     rows = []
