@@ -256,6 +256,7 @@ class BlockManager:
         )
         identities = {(id(entry.parent), entry.tokens) for entry in indexed}
         _check(len(identities) == len(indexed), "two blocks are published for the same prefix")
+        _check(all(self._index.values()), "the index keeps a hash that no entry has")
         for chain_hash, bucket in self._index.items():
             for entry in bucket:
                 _check(self._entries[entry.block_id] is entry, "an index entry outlived its block")

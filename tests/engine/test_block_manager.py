@@ -48,6 +48,7 @@ def admit_compute_free(blocks: BlockManager, request: Request) -> int:
     cached = admit(blocks, request)
     compute(blocks, request)
     blocks.free(request)
+    assert request.request_id not in blocks._holders
     blocks.check_invariants()
     return cached
 
@@ -256,6 +257,17 @@ def test_reset_forgets_prefixes_but_not_running_requests():
     assert not blocks.find_prefix(make_request(9, first=20))
 
 
+@pytest.mark.parametrize("forget", [lambda b: b.reset_prefix_cache(), lambda b: b.withdraw(make_request(9))])
+def test_hits_that_were_forgotten_are_not_published_again(forget):
+    blocks = BlockManager(12, 4)
+    admit_compute_free(blocks, make_request(8))
+    sharer = make_request(13)
+    assert admit(blocks, sharer) == 8
+    forget(blocks)
+    compute(blocks, sharer)
+    assert not blocks.find_prefix(make_request(13))
+
+
 def test_the_cache_can_be_off():
     """Then no block is ever hashed."""
     hashed = []
@@ -421,6 +433,17 @@ def test_a_prefix_found_before_another_is_not_taken_for_true():
     blocks.find_prefix(other)
     with pytest.raises(RuntimeError, match="request one: its prefix was found before another's"):
         blocks.admit(one, prefix)
+
+
+def test_what_is_admitted_twice_or_beyond_the_pool_is_an_error():
+    blocks = BlockManager(3, 4)
+    request = make_request(8)
+    admit(blocks, request)
+    with pytest.raises(RuntimeError, match="request r already holds blocks"):
+        blocks.admit(request, blocks.find_prefix(request))
+    large = make_request(8, first=20, request_id="large")
+    with pytest.raises(RuntimeError, match="admitted request large beyond the free blocks"):
+        blocks.admit(large, blocks.find_prefix(large))
 
 
 def schedule_warm_batch(num_shared: int) -> tuple[float, Counting]:
