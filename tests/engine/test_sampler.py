@@ -50,6 +50,24 @@ def test_each_row_has_its_likeliest_and_its_chosen_token():
     assert spoilt.token_id is None
 
 
+def test_the_span_ends_when_tokens_leave_and_is_read_with_the_result():
+    class Span:
+        ended = False
+
+        def end(self):
+            self.ended = True
+
+        def wait(self):
+            return 0.25, 0.5
+
+    span = Span()
+    pending = PendingTokens(torch.tensor([1]), None, [], span)
+    assert span.ended
+    assert pending.device_times == (None, None)
+    pending.result()
+    assert pending.device_times == (0.25, 0.5)
+
+
 def test_only_a_temperature_of_0_is_greedy():
     """Ten seeds give ten continuations when tokens are drawn, and one when they are not, also in one batch."""
     options = {"load_format": "dummy", "device": "cpu", "num_kv_blocks": 80, "skip_tokenizer_init": True}

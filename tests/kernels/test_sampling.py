@@ -353,5 +353,11 @@ BAD = {
 def test_bad_arguments_are_named(message):
     temperature, top_k, top_p = parameters(2)
     good = {"logits": torch.zeros(2, 5), "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    with pytest.raises(ValueError, match=message):
-        sample(**{**good, "uniform": uniforms(0, 0), **BAD[message]})
+    bad = {**good, "uniform": uniforms(0, 0), **BAD[message]}
+    for draw in (sample, sample_filtered):
+        with pytest.raises(ValueError, match=message):
+            draw(**bad)
+    del bad["uniform"]
+    if "uniform" not in message:
+        with pytest.raises(ValueError, match=message):
+            filtered_probs(**bad)
