@@ -34,7 +34,7 @@ class EngineConfig:
     use_triton: bool | Literal["auto"] = "auto"
     decode_attention: str = "auto"
     prefill_attention: str = "auto"
-    layer_fusion: Literal["auto", "off", "on", "persistent"] = "auto"
+    layer_fusion: Literal["off", "persistent"] = "off"
     all_reduce: Literal["auto", "torch", "one_shot"] = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
@@ -62,7 +62,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        _check_choice("layer_fusion", self.layer_fusion, ("auto", "off", "on", "persistent"))
+        _check_choice("layer_fusion", self.layer_fusion, ("off", "persistent"))
         _check_choice("all_reduce", self.all_reduce, ("auto", "torch", "one_shot"))
         _check_choice("scheduling", self.scheduling, ("mixed", "prefill_first"))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

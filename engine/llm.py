@@ -46,10 +46,8 @@ class LLM:
     enforce_eager: never use CUDA graphs.
     use_triton: Triton or torch for norms, activation, RoPE and KV writes; "auto": Triton on a CUDA device.
     decode_attention, prefill_attention: names in kernels.decode and kernels.prefill; "auto": the device's fastest.
-    layer_fusion: whether decode steps of 1 to 16 rows add the residual inside the products (see LayerFusion): "off",
-        "on"; "auto": in half precision, where it was faster on an H200 (from hidden_size 4096 on). "persistent": as
-        "auto", and all layers of a step of one or two rows are one launch, which attends by itself
-        (kernels/persistent). On one rank and with Triton alone.
+    layer_fusion: "persistent": all layers of a decode step of one or two rows are one launch, which attends by itself
+        (kernels/persistent); on one rank and with Triton alone. "off": every layer is kernels of its own.
     all_reduce: how ranks sum: "torch" (NCCL or gloo); "one_shot": small sums, as of decode steps, by a kernel that
         reads all ranks' memory (kernels/all_reduce.py), which needs Triton and GPUs of one host, one a rank, that
         reach each other; "auto": "one_shot" where it can be had. One rank sums nothing.
@@ -82,7 +80,7 @@ class LLM:
         use_triton: bool | Literal["auto"] = "auto",
         decode_attention: str = "auto",
         prefill_attention: str = "auto",
-        layer_fusion: Literal["auto", "off", "on", "persistent"] = "auto",
+        layer_fusion: Literal["off", "persistent"] = "off",
         all_reduce: Literal["auto", "torch", "one_shot"] = "auto",
         block_size: int = 16,
         num_kv_blocks: int | None = None,

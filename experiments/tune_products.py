@@ -1,7 +1,7 @@
 """Measure the products of small decode batches on this GPU: `python -m experiments.tune_products`.
 
 For each matrix of a layer of each model on so many ranks, and 1 to 16 rows: torch's product (cuBLAS), the Triton
-kernels of kernels/linear.py and kernels/fused_linear.py in several tiles, each checked against an fp32 product before
+kernels of kernels/linear.py and kernels/dot_linear.py in several tiles, each checked against an fp32 product before
 it is timed (cold, interleaved). The fastest goes into the table that kernels/product_choice.py reads, torch's where no
 other is at least GAIN faster. Raw rows stay beside it, so that --from can choose again.
 """
@@ -27,7 +27,7 @@ from experiments import provenance
 from experiments.devices import device_name
 from experiments.kernel_bench import TOLERANCES, relative_error
 from kernels import timing
-from kernels.fused_linear import DotTile, dot_linear
+from kernels.dot_linear import DotTile, dot_linear
 from kernels.linear import MAX_ROWS as MAX_FEW_ROWS
 from kernels.linear import RowTile, few_rows_linear
 from kernels.tuned_tables import table_name

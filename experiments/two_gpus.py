@@ -152,12 +152,7 @@ def write_dummy_checkpoint(setup: Setup, directory: Path, file_bytes: int = 4 <<
 
     device = EngineConfig(device=setup.device).resolve_device()
     config = resolve_model(setup.config, "dummy").config
-    kernels = choose_kernels(
-        EngineConfig(device="cpu", use_triton=False),
-        torch.device("cpu"),
-        hidden_size=config.hidden_size,
-        dtype=config.dtype,
-    )
+    kernels = choose_kernels(EngineConfig(device="cpu", use_triton=False), torch.device("cpu"))
     shape_only = Decoder(
         config,
         group=ParallelGroup.single(),

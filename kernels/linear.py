@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import product_choice
-from kernels.fused_linear import DotTile, dot_linear
+from kernels.dot_linear import DotTile, dot_linear
 from kernels.triton_support import on_device, tl, triton
 from kernels.tuned_tables import device_name
 

@@ -22,7 +22,7 @@ FARTHEST = 3.0
 
 @dataclass(frozen=True)
 class ProductChoice:
-    """kind: torch's product, kernels.linear.few_rows_linear or kernels.fused_linear.dot_linear.
+    """kind: torch's product, kernels.linear.few_rows_linear or kernels.dot_linear.dot_linear.
     tile: the fields of their RowTile or DotTile, empty for torch."""
 
     kind: Kind

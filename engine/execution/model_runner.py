@@ -58,7 +58,7 @@ class ModelRunner:
         self.model_config = source.config
         self.max_model_len = config.resolve_max_model_len(source.config.max_position_embeddings)
         dtype = config.resolve_dtype(source.config.dtype)
-        self.kernels = choose_kernels(config, device, hidden_size=source.config.hidden_size, dtype=dtype)
+        self.kernels = choose_kernels(config, device)
         heads = source.config.heads_per_rank(group.size)
         self.shape = AttentionShape(
             num_q_heads=heads.num_q_heads,

@@ -80,18 +80,8 @@ class Attention(nn.Module):
         hidden [tokens, hidden_size]; positions [tokens] int64; kv_cache [2, num_blocks, block_size, num_kv_heads,
         head_dim], this layer's. Returns [tokens, hidden_size]; padding tokens attend to nothing.
         """
-        return self.o_proj(self.attend(self.qkv_proj(hidden), positions, rotary, metadata, kv_cache))
-
-    def attend(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        rotary: RotaryEmbedding,
-        metadata: AttentionMetadata,
-        kv_cache: Tensor,
-    ) -> Tensor:
-        """What lies between the projections: qkv [tokens, qkv_proj's rows] to [tokens, num_q_heads * head_dim]."""
-        q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(self.qkv_proj.sizes, dim=1))
+        qkv = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=1)
+        q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv)
         k_cache, v_cache = kv_cache.unbind(0)
         if self.kernels.use_triton:
             qk_norm_rope_write(
@@ -113,7 +103,7 @@ class Attention(nn.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
             rotary(q, k, positions)
             write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, use_triton=False)
-        return self._attend(q, k_cache, v_cache, metadata).flatten(1)
+        return self.o_proj(self._attend(q, k_cache, v_cache, metadata).flatten(1))
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[tokens, num_q_heads, head_dim]: each kernel writes its rows of one buffer."""

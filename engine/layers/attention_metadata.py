@@ -8,26 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.layers.fusion import NO_FUSION, LayerFusion
 from kernels.decode import DecodeKernel
 from kernels.prefill import PrefillKernel
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The attention kernels, whether norms, activation, RoPE and KV writes take their Triton or torch path, and what
-    decode steps of few rows fuse: with Triton alone. persistent_layers: the fewest run
-    kernels/persistent (Decoder.prepare_persistent_layers)."""
+    """The attention kernels, and whether everything else takes its Triton or torch path. persistent_layers: with
+    Triton, decode steps of the fewest rows run kernels/persistent (Decoder.prepare_persistent_layers)."""
 
     decode: DecodeKernel
     prefill: PrefillKernel
     use_triton: bool
-    fusion: LayerFusion = NO_FUSION
     persistent_layers: bool = False
 
     def __post_init__(self) -> None:
-        if self.fusion.max_rows and not self.use_triton:
-            raise ValueError(f"fusion {self.fusion} needs use_triton")
         if self.persistent_layers and not self.use_triton:
             raise ValueError("persistent_layers needs use_triton")
 

@@ -1,8 +1,7 @@
 """The network: one pre-norm decoder that serves every architecture in engine.models.config.
 
 Modules carry Transformers' names (embed_tokens, layers.i.self_attn, norm, lm_head, ...) so that forward hooks can
-compare the two layer by layer. Residual additions are fused into the norm that follows, or, in decode steps of few
-rows that KernelChoice.fusion takes, into the product before (there modules within a layer are not called). After
+compare the two layer by layer. Residual additions are fused into the norm that follows. After
 prepare_persistent_layers the steps of fewest rows are one launch (there no layer is called).
 """
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from engine.layers.attention import Attention
 from engine.layers.attention_metadata import AttentionMetadata, KernelChoice
 from engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from engine.layers.fusion import NO_FUSION
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
@@ -39,7 +37,6 @@ class DecoderLayer(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.fusion = kernels.fusion if group.size == 1 else NO_FUSION
         self.self_attn = Attention(
             config.hidden_size,
             config.num_q_heads,
@@ -72,15 +69,11 @@ class DecoderLayer(nn.Module):
         rotary: RotaryEmbedding,
         metadata: AttentionMetadata,
         kv_cache: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Returns (output of the feed-forward block, residual), whose sum is the layer's output.
 
-        hidden, residual: the pair that the layer before returned; the first layer gets (embeddings, None). Fused layers
-        change hidden in place, and return it with None.
+        hidden, residual: the pair that the layer before returned; the first layer gets (embeddings, None).
         """
-        if self.fusion.applies(metadata.num_decodes, hidden.shape[0]):
-            self._add_to_stream(hidden, positions, rotary, metadata, kv_cache)
-            return hidden, None
         if residual is None:
             normed, residual = self.input_layernorm(hidden), hidden
         else:
@@ -88,24 +81,6 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(normed, positions, rotary, metadata, kv_cache)
         normed, residual = self.post_attention_layernorm(attended, residual)
         return self.mlp(normed), residual
-
-    def _add_to_stream(
-        self,
-        stream: Tensor,
-        positions: Tensor,
-        rotary: RotaryEmbedding,
-        metadata: AttentionMetadata,
-        kv_cache: Tensor,
-    ) -> None:
-        """The layer on its residual stream [rows, hidden_size], in place."""
-        fusion, attention, mlp = self.fusion, self.self_attn, self.mlp
-        norm, product = self.input_layernorm, attention.qkv_proj
-        qkv = fusion.norm_linear(stream, norm.weight, norm.eps, product.weight, product.bias)
-        heads = attention.attend(qkv, positions, rotary, metadata, kv_cache)
-        fusion.add_linear(heads, attention.o_proj.weight, attention.o_proj.bias, stream)
-        norm, product = self.post_attention_layernorm, mlp.gate_up_proj
-        gate_up = fusion.norm_linear(stream, norm.weight, norm.eps, product.weight, product.bias)
-        fusion.gated_linear(gate_up, mlp.down_proj.weight, mlp.down_proj.bias, stream)
 
     def persistent_weights(self) -> dict[str, Tensor]:
         """The layer's parameters by the names of kernels/persistent."""
@@ -201,8 +176,7 @@ class Decoder(nn.Module):
             return self.norm(hidden)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=False):
             hidden, residual = layer(hidden, residual, positions, self.rotary_emb, metadata, layer_cache)
-        normed = self.norm(hidden, residual)
-        return normed if residual is None else normed[0]
+        return self.norm(hidden, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] to [rows, vocab_size] in the model's dtype; give it only the rows that are needed."""

@@ -9,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from engine.config import EngineConfig
 from experiments import suites
 from experiments.arguments import CONF, group_options
 from experiments.settings import Settings, resolve
@@ -55,6 +56,11 @@ def test_every_model_is_one_the_engine_reads(model: str) -> None:
 
     config = ModelConfig.from_hf(composed(f"model={model}")["model"]["config"])
     assert config.num_q_heads % config.num_kv_heads == 0
+
+
+def test_the_default_engine_is_that_of_the_library() -> None:
+    chosen = composed("+suite=decode_kernel")["engine"]
+    assert chosen == {name: getattr(EngineConfig(), name) for name in chosen}
 
 
 def test_qwen3_shapes_are_the_published_ones() -> None:

@@ -28,8 +28,8 @@ from kernels import decode, prefill
 from kernels.activation import silu_mul
 from kernels.all_reduce import one_shot_all_reduce
 from kernels.decode.launch import TritonDecodeKernel
+from kernels.dot_linear import DotTile, dot_linear
 from kernels.fp8_cache import FP8
-from kernels.fused_linear import add_linear, dot_linear
 from kernels.kv_write import write_kv
 from kernels.linear import few_rows_linear, linear
 from kernels.norm import add_rms_norm, rms_norm
@@ -124,7 +124,6 @@ def elementwise_runs() -> dict[str, Run]:
         "v_cache": normal(3, 4, kv_heads, dim),
         "slots": torch.tensor([11, 0, -1, 5, 2], device=DEVICE),  # the last slot, and padding
         "matrix": normal(70, hidden),
-        "stream": normal(tokens, 70),
         "logits": normal(3, vocab),
         "temperature": torch.tensor([0.0, 0.7, 1.0], device=DEVICE),
         "top_k": torch.tensor([-1, 20, 5], device=DEVICE),
@@ -163,17 +162,9 @@ def elementwise_runs() -> dict[str, Run]:
         x, matrix = t["x"][:3], t["matrix"]
         return (few_rows_linear(x, matrix, None) if use_triton else linear(x, matrix, use_triton=False),)
 
-    def added_product(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
-        x, stream = t["x"][:5], t["stream"][:5]
-        if use_triton:
-            add_linear(x, t["matrix"], stream)
-        else:
-            stream += linear(x, t["matrix"], use_triton=False)
-        return (t["stream"],)
-
     def dot_product(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
         if use_triton:
-            return (dot_linear(t["x"], t["matrix"]),)
+            return (dot_linear(t["x"], t["matrix"], tile=DotTile(16, 32, 2, 3)),)
         return (linear(t["x"], t["matrix"], use_triton=False),)
 
     def sampling(t: dict[str, Tensor], use_triton: bool) -> tuple[Tensor, ...]:
@@ -188,7 +179,6 @@ def elementwise_runs() -> dict[str, Run]:
         "write_kv": kv_write,
         "qk_norm_rope_write": fused,
         "few_rows_linear": row_times_matrix,
-        "add_linear": added_product,
         "dot_linear": dot_product,
         "greedy": lambda t, use: (greedy(t["logits"], use_triton=use),),
         "sample": sampling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kernels import product_choice
-from kernels.fused_linear import DotTile
+from kernels.dot_linear import DotTile
 from kernels.linear import MAX_ROWS as MAX_FEW_ROWS
 from kernels.linear import RowTile
 from kernels.product_choice import TORCH, ProductChoice, choose_product, read_table

@@ -1,11 +1,4 @@
-"""Products of a few decode rows on the tensor cores, alone or added onto the residual stream.
-
-`dot_linear`   x W^T
-`add_linear`   h += x W^T   in place
-
-In place on the residual stream h there is no race: an element is read and written by one program alone, and the x of
-such a product is never h. Both round where the separate kernels (and Transformers) do: after the product, and after
-the sum.
+"""x W^T + b for a few decode rows on the tensor cores.
 
 The rows, padded to 16, are M of the tensor cores' m16n8k16: more rows take the same time. Each program keeps several
 weight tiles in flight (cp.async).
@@ -40,63 +33,38 @@ class DotTile:
             raise ValueError(f"block_n must be at least 8 and block_k at least 16, got {self}")
 
 
-def choose_dot_tile(out_features: int, element_size: int = 2) -> DotTile:
-    """A warp for every 8 outputs, and enough programs for all SMs."""
-    if element_size > 2:  # exact fp32 products, without tensor cores, keep their operands in registers
-        return DotTile(16, 64, 2, 2)
-    return DotTile(16, 256, 2, 6) if out_features <= 4096 else DotTile(32, 256, 4, 4)
+def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: DotTile) -> Tensor:
+    """x [rows, in_features] by weight [out_features, in_features]: [rows, out_features] in x's dtype.
 
-
-def add_linear(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, tile: DotTile | None = None
-) -> None:
-    """residual += x by weight, in place, for up to MAX_ROWS rows.
-
-    x [rows, in_features], weight [out_features, in_features], residual [rows, out_features], bias [out_features] or
-    None, all of one dtype with contiguous rows. Raises ValueError, naming the argument, for what does not fit.
+    Sums are fp32, rounded once, after the bias [out_features]. x, of up to MAX_ROWS rows, and weight have one dtype and
+    contiguous rows. Raises ValueError, naming the argument, for what does not fit.
     """
-    _launch(x, weight, bias, residual, tile, add=True)
-
-
-def dot_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: DotTile | None = None
-) -> Tensor:
-    """x by weight, [rows, out_features], for up to MAX_ROWS rows; arguments as for add_linear."""
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, out, tile, add=False)
-    return out
-
-
-def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: DotTile | None, *, add: bool
-) -> None:
-    _check(x, weight, bias, out)
-    out_features, in_features = weight.shape
-    tile = tile or choose_dot_tile(out_features, x.element_size())
+    _check(x, weight, bias)
+    rows, (out_features, in_features) = x.shape[0], weight.shape
+    out = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
     with on_device(x):
         _dot_kernel[(triton.cdiv(out_features, tile.block_n),)](
             x,
             weight,
             bias,
             out,
-            x.shape[0],
+            rows,
             out_features,
             in_features,
             x.stride(0),
             weight.stride(0),
-            out.stride(0),
             ROWS=MAX_ROWS,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             STAGES=tile.num_stages,
-            ADD=add,
             DOT_DTYPE=dot_dtype(x.dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+    return out
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     rows, (out_features, in_features) = x.shape[0], weight.shape
     if not 0 < rows <= MAX_ROWS:
         raise ValueError(f"x has {rows} rows, the limit is {MAX_ROWS}")
@@ -104,13 +72,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         raise ValueError(f"x must have {in_features} features, as weight has, got shape {tuple(x.shape)}")
     if bias is not None and bias.shape != (out_features,):
         raise ValueError(f"bias must be [{out_features}], got shape {tuple(bias.shape)}")
-    if out.shape != (rows, out_features):
-        raise ValueError(f"residual must be [{rows}, {out_features}], got shape {tuple(out.shape)}")
-    for name, tensor in (("x", x), ("weight", weight), ("residual", out)):
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight must be {x.dtype}, as x is, got {weight.dtype}")
+    for name, tensor in (("x", x), ("weight", weight)):
         if tensor.stride(1) != 1:
             raise ValueError(f"{name} must have contiguous rows, got strides {tensor.stride()}")
-        if tensor.dtype != x.dtype:
-            raise ValueError(f"{name} must be {x.dtype}, as x is, got {tensor.dtype}")
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -124,16 +90,13 @@ def _dot_kernel(
     in_features,
     stride_x_row,
     stride_weight_row,
-    stride_out_row,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    ADD: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """BLOCK_N outputs of up to ROWS rows, rounded after the bias and after the residual."""
-    dtype = out_ptr.dtype.element_ty
+    """BLOCK_N outputs of up to ROWS rows, rounded once, after the bias."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
@@ -141,10 +104,6 @@ def _dot_kernel(
     in_rows = (row < rows)[:, None]
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * stride_weight_row
     x_rows = x_ptr + row.to(tl.int64)[:, None] * stride_x_row
-    offsets = row.to(tl.int64)[:, None] * stride_out_row + n[None, :]
-    mask = in_rows & in_n[None, :]
-    if ADD:
-        residual = tl.load(out_ptr + offsets, mask=mask, other=0.0)
     sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for start in tl.range(0, in_features, BLOCK_K, num_stages=STAGES):
         here = start + k
@@ -156,6 +115,5 @@ def _dot_kernel(
         sums = tl.dot(x.to(DOT_DTYPE), tl.trans(weight.to(DOT_DTYPE)), sums, input_precision="ieee")
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    if ADD:
-        sums = sums.to(dtype).to(tl.float32) + residual.to(tl.float32)
-    tl.store(out_ptr + offsets, sums.to(dtype), mask=mask)
+    offsets = row.to(tl.int64)[:, None] * out_features + n[None, :]
+    tl.store(out_ptr + offsets, sums.to(out_ptr.dtype.element_ty), mask=in_rows & in_n[None, :])

@@ -1,4 +1,4 @@
-"""Products on the residual stream on a GPU: a chain of them, as they follow in a decode step, captured and replayed."""
+"""Tensor-core products on a GPU: a chain of them, as they follow in a decode step, captured and replayed."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import pytest
 import torch
 
 from kernels.activation import silu_mul
-from kernels.fused_linear import add_linear, dot_linear
-from kernels.norm import rms_norm
+from kernels.dot_linear import DotTile, dot_linear
+from kernels.norm import add_rms_norm
 
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
 LAYERS = 24
+TILE = DotTile(16, 256, 2, 6)
 
 
 def chain(x: torch.Tensor, layers: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Every kernel reads what the one before wrote, and scratch is handed out again while the chain runs."""
-    stream = x.clone()
+    hidden, residual = torch.zeros_like(x), x
     for norm_weight, up, down in layers:
-        gate_up = dot_linear(rms_norm(stream, norm_weight, EPS, use_triton=True), up)
-        add_linear(silu_mul(gate_up, use_triton=True), down, stream)
-    return stream
+        normed, residual = add_rms_norm(hidden, residual, norm_weight, EPS, use_triton=True)
+        gate_up = dot_linear(normed, up, tile=TILE)
+        hidden = dot_linear(silu_mul(gate_up, use_triton=True), down, tile=TILE)
+    return residual + hidden
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])
