@@ -174,9 +174,8 @@ class ModelRunner:
 
         For compile_ahead: no result of a Triton kernel is used as an index. Slot 0 and the KV cache are left used.
         """
-        num_tokens = [
-            min(n, self.config.max_num_batched_tokens, self.max_model_len - 1) for n in _REHEARSED_PROMPTS
-        ]
+        most = max(1, min(self.config.max_num_batched_tokens, self.max_model_len - 1))
+        num_tokens = [min(n, most) for n in _REHEARSED_PROMPTS]
         num_blocks = -(-max(num_tokens) // self.shape.block_size)
         self.kv_cache = self._new_kv_cache(num_blocks)[:1]
         settings, new_blocks = (_HARDEST_SAMPLING,), (NewBlocks(0, 0, tuple(range(num_blocks))),)
