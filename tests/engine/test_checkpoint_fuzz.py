@@ -96,7 +96,7 @@ def damages(draw: st.DrawFn) -> Callable[[bytes], bytes]:
     return damage
 
 
-@settings(max_examples=400, **FUZZ)
+@settings(max_examples=200, **FUZZ)
 @given(damage=damages(), which=st.integers(0, 100), sharded=st.booleans())
 def test_damaged_bytes_are_refused_or_change_nothing(good, scratch, damage, which, sharded):
     source = good[sharded]
@@ -121,7 +121,7 @@ JSON = st.recursive(
 FIELDS = sorted(ModelConfig.__dataclass_fields__)
 
 
-@settings(max_examples=600, **FUZZ)
+@settings(max_examples=300, **FUZZ)
 @given(data=st.data())
 def test_any_value_of_any_field_of_the_config_is_refused_or_honoured(good, scratch, data):
     copy(good[0], scratch)

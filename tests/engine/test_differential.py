@@ -167,7 +167,7 @@ def check_mix(alone: Alone, directory: Any, config: dict[str, Any], slack: int, 
                 assert row == pytest.approx(other, abs=1e-4)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=CONFIGS, slack=st.integers(0, 8), mix=mixes(max_size=5))
 def test_any_mix_in_any_configuration_equals_each_request_alone(alone, directory, config, slack, mix):
     check_mix(alone, directory, config, slack, mix)

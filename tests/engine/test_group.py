@@ -64,8 +64,17 @@ def threads_of_gloo() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-def threads_before_and_after_leaving(group: ParallelGroup) -> tuple[list[str], list[str]]:
-    group.all_reduce(torch.ones(3))
+def collectives_then_threads(group: ParallelGroup) -> dict[str, Any]:
+    return {"collectives": collectives(group), "threads": threads_before_and_after_leaving()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks found, which start once for several tests."""
+    return run_ranks(2, collectives_then_threads, tmp_path_factory.mktemp("ranks"))
+
+
+def threads_before_and_after_leaving() -> tuple[list[str], list[str]]:
     before = threads_of_gloo()
     dist.destroy_process_group()
     deadline = time.monotonic() + 30  # a joined thread is listed for a moment more
@@ -75,9 +84,12 @@ def threads_before_and_after_leaving(group: ParallelGroup) -> tuple[list[str], l
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads the names of threads from /proc")
-def test_no_thread_of_gloo_outlives_the_process_group_though_a_parallel_group_does(tmp_path: Path) -> None:
+def test_no_thread_of_gloo_outlives_the_process_group_though_a_parallel_group_does(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     """One that does may touch a tensor while the interpreter ends: "terminate called without an active exception"."""
-    for before, after in run_ranks(2, threads_before_and_after_leaving, tmp_path):
+    for rank in two_ranks:
+        before, after = rank["threads"]
         assert before
         assert after == []
 
@@ -97,8 +109,8 @@ def collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:
     }
 
 
-def test_collectives_over_gloo(tmp_path: Path) -> None:
-    first, second = run_ranks(2, collectives, tmp_path)
+def test_collectives_over_gloo(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["collectives"] for rank in two_ranks)
     a = torch.arange(6.0).view(2, 3)
     b = a + 10
     assert torch.equal(first["sum"], a + b)
@@ -139,18 +151,25 @@ def logits(group: ParallelGroup, directories: list[Path]) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_logits_of_several_ranks_equal_those_of_one(tmp_path: Path, size: int) -> None:
-    """Tied and untied, with and without biases; at size 4 the two KV heads are replicated, and 307 ids are padded."""
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints: tied and untied, with and without biases."""
     configs = [
         QWEN3,
         QWEN3 | {"tie_word_embeddings": False},
         LLAMA | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     ]
-    directories = [
-        write_random_checkpoint(tmp_path / str(i), config, max_shard_size="40KB")
-        for i, config in enumerate(configs)
+    return [
+        write_random_checkpoint(tmp_path_factory.mktemp("model"), config, max_shard_size="40KB")
+        for config in configs
     ]
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_logits_of_several_ranks_equal_those_of_one(
+    tmp_path: Path, directories: list[Path], size: int
+) -> None:
+    """At size 4 the two KV heads are replicated, and 307 ids are padded."""
     expected = logits(ParallelGroup.single(), directories)
     for actual in run_ranks(size, logits, tmp_path, directories):
         for a, b in zip(actual, expected, strict=True):

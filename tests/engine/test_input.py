@@ -365,7 +365,7 @@ def admission_seconds(count: int, **options: Any) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ten_thousand_requests_cost_no_more_each_than_a_thousand(overlap):
     """Queueing, aborting the later half from the end, and running the rest: linear in their number.
 

@@ -21,7 +21,7 @@ from tests.engine.checkpoints import LLAMA, QWEN3, reference_model, write_random
 from tests.engine.paged_batch import PagedBatch
 
 MODELS = {
-    "qwen3": QWEN3 | {"head_dim": 16},
+    "qwen3": QWEN3 | {"head_dim": 16, "num_hidden_layers": 2},
     "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
 }
 
@@ -102,7 +102,8 @@ def test_an_engine_gives_the_same_tokens(checkpoint: Path, calls: list[int]) -> 
     assert set(calls) == {2}
 
 
-def test_what_is_refused(checkpoint: Path) -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_random_checkpoint(tmp_path, MODELS["qwen3"])
     for options, match in (
         ({"use_triton": False}, "layer_fusion 'persistent' needs use_triton"),
         ({"tensor_parallel_size": 2}, "layer_fusion 'persistent' needs tensor_parallel_size 1, got 2"),

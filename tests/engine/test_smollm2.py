@@ -8,16 +8,18 @@ import torch
 from engine import LLM, SamplingParams
 from tests.engine.checkpoints import reference_model, smollm2_checkpoint
 
-NUM_NEW = 64
+NUM_NEW = 32
 QUESTIONS = [
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
-    "Write a short poem about the sea.",
-    "Translate to Spanish: 'Good morning, my friends.'",
-    "List three prime numbers larger than ten.",
     "What is 17 + 25?",
     "Wie heißt die Hauptstadt von Österreich? 🇦🇹",
     "def fibonacci(n):",
+]
+MORE_QUESTIONS = [
+    "Write a short poem about the sea.",
+    "Translate to Spanish: 'Good morning, my friends.'",
+    "List three prime numbers larger than ten.",
     "Summarise the plot of Romeo and Juliet.",
     "Give me a recipe for pancakes.",
 ]
@@ -43,13 +45,26 @@ def conversation(question: str, system: str | None = None) -> list[dict[str, str
     return [*messages, {"role": "user", "content": question}]
 
 
+def ask(llm, questions, num_new):
+    params = SamplingParams(temperature=0.0, max_tokens=num_new)
+    return llm.chat([conversation(question) for question in questions], params, use_tqdm=False)
+
+
 @pytest.fixture(scope="module")
 def answers(llm):
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
-    return llm.chat([conversation(question) for question in QUESTIONS], params, use_tqdm=False)
+    return ask(llm, QUESTIONS, NUM_NEW)
 
 
 def test_greedy_answers_equal_transformers(checkpoint, llm, answers):
+    compare(checkpoint, llm, answers, NUM_NEW)
+
+
+@pytest.mark.slow
+def test_long_greedy_answers_equal_transformers(checkpoint, llm):
+    compare(checkpoint, llm, ask(llm, [*QUESTIONS, *MORE_QUESTIONS], 64), 64)
+
+
+def compare(checkpoint, llm, answers, num_new):
     model = reference_model(checkpoint)
     for answer in answers:
         ids = torch.tensor([answer.prompt_token_ids])
@@ -57,7 +72,7 @@ def test_greedy_answers_equal_transformers(checkpoint, llm, answers):
             theirs = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=NUM_NEW,
+                max_new_tokens=num_new,
                 do_sample=False,
                 eos_token_id=sorted(llm.engine.eos_token_ids),
                 pad_token_id=0,
@@ -98,10 +113,10 @@ def test_a_shared_system_prompt_is_computed_once(llm):
 
 def test_streaming_yields_the_same_text_in_pieces(llm, answers):
     params = SamplingParams(temperature=0.0, max_tokens=24)
-    prompt = llm.tokenizer.apply_chat_template(conversation(QUESTIONS[6]))
+    prompt = llm.tokenizer.apply_chat_template(conversation(QUESTIONS[3]))
     pieces = list(llm.stream(prompt, params))
     assert len(pieces) > 5
-    assert answers[6].text.startswith("".join(pieces))
+    assert answers[3].text.startswith("".join(pieces))
     assert not llm.engine.has_unfinished_requests()
 
 

@@ -40,7 +40,7 @@ def llm_on_the_cpu(overlap: bool) -> LLM:
     return LLM(QWEN3, device="cpu", max_num_batched_tokens=256, overlap_scheduling=overlap, **OPTIONS)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_thousand_steps_of_mixed_load(overlap):
     """Counted, not timed: in the seconds of a slow machine no request may come to be preempted."""
     with llm_on_the_cpu(overlap) as llm:

@@ -30,7 +30,8 @@ MODELS = {
 CASES = [
     ("qwen3 tied", 2, False),
     ("llama", 2, True),
-    ("qwen3 untied", 4, False),  # two KV heads on four ranks; 307 ids are padded
+    # Two KV heads on four ranks; 307 ids are padded.
+    pytest.param("qwen3 untied", 4, False, marks=pytest.mark.slow),
     pytest.param("qwen3 untied", 2, True, marks=pytest.mark.slow),
     pytest.param("qwen3 tied", 4, True, marks=pytest.mark.slow),
     pytest.param("llama", 4, False, marks=pytest.mark.slow),
@@ -44,7 +45,7 @@ OPTIONS: dict[str, Any] = {
     "num_kv_blocks": 45,  # far less than the prompts need: they preempt each other
 }
 PROMPTS = uneven_prompts(307, 8)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = [
     SamplingParams(temperature=0.8, top_k=5, seed=1, max_tokens=8, ignore_eos=True),
     SamplingParams(temperature=1.3, top_k=40, top_p=0.9, seed=2, max_tokens=8, ignore_eos=True),
