@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -123,9 +124,13 @@ def convert_gguf(source: Path, name: str, target: Path) -> Path:
 
     It appears when it is complete; another process may have made it meanwhile.
     """
+    import gguf
+
     transformers = import_transformers()
     target.parent.mkdir(exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix="smollm2-", dir=target.parent))
+    read = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(read)  # Transformers reads the file three times, and each takes seconds
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             str(source), gguf_file=name, dtype=torch.float32, **_dequantize(transformers)
@@ -138,6 +143,7 @@ def convert_gguf(source: Path, name: str, target: Path) -> Path:
             if not target.is_dir():  # else another process was faster
                 raise
     finally:
+        gguf.GGUFReader = read
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
 
