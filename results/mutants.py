@@ -5,12 +5,12 @@
     python results/mutants.py delete MODULE.py SECONDS PYTEST_ARGUMENTS    # each statement of a function left out
     python results/mutants.py list SESSION.sqlite DELETED.json ...         # what came of every mutant, a line each
 
-A mutant costs its tests, not the ten seconds that importing torch, Triton and Transformers takes on a busy machine. Only
-what is not of this project is imported before the fork, so each fork imports the mutated file. A fork dies with whoever
-asked for it, so cosmic-ray's timeout ends the tests too.
+A mutant costs its tests, not the ten seconds that importing torch, Triton and Transformers takes on a busy machine.
+Only what is not of this project is imported before the fork, so each fork imports the mutated file. A fork dies with
+whoever asked for it, so cosmic-ray's timeout ends the tests too.
 
-cosmic-ray has no operator that leaves a statement out, so `delete` does: every simple statement in a function's body, but
-for docstrings, becomes `pass`, one at a time, in place.
+cosmic-ray has no operator that leaves a statement out, so `delete` does: every simple statement in a function's body,
+but for docstrings, becomes `pass`, one at a time, in place.
 """
 
 import ast
@@ -35,13 +35,10 @@ def serve() -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # seconds a run
     sys.path.insert(0, os.getcwd())
     sys.dont_write_bytecode = True
-    import hypothesis.stateful
-    import pytest_timeout  # noqa: F401
     import pytest
+    import pytest_timeout  # noqa: F401
     import tokenizers  # noqa: F401
     import torch._dynamo
-    import transformers.models.llama.modeling_llama
-    import triton.language
     import xxhash  # noqa: F401
 
     torch.compile(lambda x: x, backend="eager")  # imports a second's worth
@@ -49,7 +46,11 @@ def serve() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # pytest collects five times as it ends
-    own = [name for name in sys.modules if name.partition(".")[0] in ("kernels", "engine", "experiments", "tests")]
+    own = [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] in ("kernels", "engine", "experiments", "tests")
+    ]
     assert not own, own
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if os.path.exists(ADDRESS):
@@ -112,7 +113,16 @@ def delete(module: str, seconds: float, arguments: list[str]) -> list[dict]:
     source = Path(module).read_text()
     lines = source.splitlines(keepends=True)
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return, ast.Delete, ast.Raise, ast.Assert)
+    simple = (
+        ast.Assign,
+        ast.AugAssign,
+        ast.AnnAssign,
+        ast.Expr,
+        ast.Return,
+        ast.Delete,
+        ast.Raise,
+        ast.Assert,
+    )
     found = {
         node.lineno: node
         for function in functions
@@ -133,7 +143,9 @@ def delete(module: str, seconds: float, arguments: list[str]) -> list[dict]:
         finally:
             Path(module).write_text(source)
         text = " ".join(line.strip() for line in lines[first - 1 : node.end_lineno])
-        result.append({"module": module, "line": first, "operator": "DeleteStatement", "outcome": outcome, "text": text})
+        result.append(
+            {"module": module, "line": first, "operator": "DeleteStatement", "outcome": outcome, "text": text}
+        )
         print(first, outcome, text, file=sys.stderr, flush=True)
     return result
 
@@ -143,7 +155,9 @@ def lines(path: str) -> Iterator[str]:
     session = Path(path).stem
     if path.endswith(".json"):
         for row in json.loads(Path(path).read_text()):
-            yield "\t".join([row["outcome"], session, f"{row['module']}:{row['line']}", row["operator"], row["text"]])
+            yield "\t".join(
+                [row["outcome"], session, f"{row['module']}:{row['line']}", row["operator"], row["text"]]
+            )
         return
     query = """
         SELECT m.module_path, m.start_pos_row, m.operator_name, r.test_outcome, r.output, r.diff
@@ -153,7 +167,9 @@ def lines(path: str) -> Iterator[str]:
     for module, line, operator, outcome, output, diff in sqlite3.connect(path).execute(query):
         outcome = "timeout" if output == "timeout" else outcome.lower()
         changed = [text[1:].strip() for text in diff.splitlines() if text[:1] == "+" and text[:3] != "+++"]
-        yield "\t".join([outcome, session, f"{module}:{line}", operator.removeprefix("core/"), " ".join(changed)])
+        yield "\t".join(
+            [outcome, session, f"{module}:{line}", operator.removeprefix("core/"), " ".join(changed)]
+        )
 
 
 if __name__ == "__main__":
