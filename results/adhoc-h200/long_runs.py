@@ -102,7 +102,7 @@ def pool(options: argparse.Namespace) -> tuple[bool, dict]:
     rng = random.Random(options.seed)
     most = options.longest
     with open_llm(
-        options, num_kv_blocks=options.blocks, max_model_len=2 * most, max_num_seqs=options.max_num_seqs
+        options, num_kv_blocks=options.blocks or 2500, max_model_len=2 * most, max_num_seqs=options.max_num_seqs
     ) as llm:
         vocab, engine, sampler = llm.engine.vocab_size, llm.engine, Sampler(llm)
         lengths = {}
@@ -202,7 +202,7 @@ def soak(options: argparse.Namespace) -> tuple[bool, dict]:
     """Arrivals, aborts, preemptions, shared prefixes and cache resets for --seconds: memory and throughput flat."""
     with open_llm(
         options,
-        num_kv_blocks=options.blocks,
+        num_kv_blocks=options.blocks or 1200,
         max_model_len=options.longest,
         max_num_seqs=options.max_num_seqs,
     ) as llm:
@@ -434,7 +434,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="the JSON file to write")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--blocks", type=int, default=2500, help="pool, soak: KV blocks of 16 tokens")
+    parser.add_argument("--blocks", type=int, help="pool, soak: KV blocks of 16 tokens; by default too few for all, 2500 and 1200")
     parser.add_argument(
         "--longest", type=int, default=512, help="pool: prompt and output at most; soak: together"
     )
