@@ -52,7 +52,7 @@ def only_folder(root: Path) -> Path:
 
 
 def command(points: Sequence[str], *, root: Path, bench: str = "", more: Sequence[str] = ()) -> list[str]:
-    """The command line of a run of the fake suite."""
+    """The command line of a run of the fake suite, without plots."""
     return [
         sys.executable,
         "-m",
@@ -61,6 +61,7 @@ def command(points: Sequence[str], *, root: Path, bench: str = "", more: Sequenc
         f"bench={{suite: {SUITE}, rows: 3, points: [{','.join(points)}]{bench}}}",
         "+sizes.smoke={}",
         f"run.root={root}",
+        "run.plots=false",
         "attention=torch",
         *more,
     ]

@@ -169,7 +169,11 @@ def run_suite(*overrides: str) -> tuple[CorrectnessSuite, list[dict[str, Any]]]:
 def test_the_suite_checks_a_checkpoint(checkpoint: Path) -> None:
     """Random prompts, since there is no tokenizer; a row a prompt and a line a kernel, one of them interpreted."""
     suite, rows = run_suite(
-        f"model.path={checkpoint}", "attention=[torch,split_kv]", "bench.num_prompts=3", "bench.output_len=5"
+        f"model.path={checkpoint}",
+        "attention=[torch,split_kv]",
+        "bench.num_prompts=3",
+        "bench.output_len=5",
+        "bench.interpreted_output_len=2",
     )
     graph = [row for row in rows if row["execution"] == "graph"]
     assert [(row["status"], row["prompt_index"]) for row in graph] == [("unsupported", None)] * 2
@@ -182,7 +186,7 @@ def test_the_suite_checks_a_checkpoint(checkpoint: Path) -> None:
         assert row["matching_prefix"] == row["output_tokens"] == row["tokens_checked"] == row["output_len"]
         assert (row["dtype"], row["tokens_mismatched"], row["diff_step"]) == ("float32", 0, None)
         assert row["identical_to_eager"] is None
-    assert [row["output_len"] for row in eager] == [5, 5, 5, 4, 4]
+    assert [row["output_len"] for row in eager] == [5, 5, 5, 2, 2]
     frame = to_frame(rows)
     summary = suite.summary(frame)
     assert summary[["variant", "execution", "prompts", "identical"]].values.tolist() == [

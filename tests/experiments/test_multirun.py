@@ -37,8 +37,12 @@ def installed(plugin: str | None) -> bool:
     return plugin is None or importlib.util.find_spec(plugin) is not None
 
 
-def sweep(root: Path, launcher: str, points: list[str], *more: str) -> subprocess.CompletedProcess[str]:
-    typed = command(points, root=root, more=["-m", "seed=0,1", f"hydra/launcher={launcher}", *more])
+def sweep(
+    root: Path, launcher: str, points: list[str], *more: str, bench: str = ""
+) -> subprocess.CompletedProcess[str]:
+    typed = command(
+        points, root=root, bench=bench, more=["-m", "seed=0,1", f"hydra/launcher={launcher}", *more]
+    )
     return subprocess.run(typed, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -47,12 +51,12 @@ Sweep = tuple[Path, subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sweep]:
-    """A launcher's sweep of two runs of two points, made once: its root and the finished command."""
+    """A launcher's sweep of two runs of two points, made once: its root, with a log, and the finished command."""
 
     @cache
     def make(launcher: str) -> Sweep:
         root = tmp_path_factory.mktemp(launcher)
-        return root, sweep(root, launcher, ["ok", "ok"])
+        return root, sweep(root, launcher, ["ok", "ok"], bench=f", seconds: 0.2, log: '{root / 'log'}'")
 
     return make
 
@@ -94,19 +98,13 @@ def test_every_launcher_gives_the_same_table(swept: Callable[[str], Sweep]) -> N
     assert found["basic"].count("\n") == 1 + 4  # two seeds, two contexts
 
 
-def test_the_launcher_processes_runs_one_after_another_in_processes_of_their_own(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    typed = command(
-        ["ok", "ok"],
-        root=tmp_path,
-        bench=f", seconds: 0.5, log: '{log}'",
-        more=["-m", "seed=0,1", "hydra/launcher=processes"],
-    )
-    started = subprocess.Popen(typed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert started.wait(timeout=300) == 0
-    points, pids = zip(*(line.split() for line in log.read_text().splitlines()))
+def test_the_launcher_processes_runs_one_after_another_in_processes_of_their_own(
+    swept: Callable[[str], Sweep],
+) -> None:
+    root, _ = swept("processes")
+    points, pids = zip(*(line.split() for line in (root / "log").read_text().splitlines()))
     assert points == ("1", "2", "1", "2")
-    assert str(started.pid) not in pids
+    assert pids[0] == pids[1] != pids[2] == pids[3]
 
 
 def test_a_killed_run_is_told_and_the_others_are_merged(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def test_the_guide_works_as_printed(tmp_path: Path, number: int) -> None:
         "run.timeout_s=300",
         "device=cpu",
     ]
+    if suite == "attribution":
+        smaller += ["bench.engine_passes=1", "bench.rounds=2"]
     done = subprocess.run(
         [sys.executable, *typed[1:], *smaller],
         cwd=tmp_path,

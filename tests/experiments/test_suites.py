@@ -22,15 +22,17 @@ ALLOWED = {"ok", "not_timed", "unsupported"}
 
 # Less of the same, where a suite's smoke size takes more than a few seconds.
 FEWER = {
-    "attribution": ["bench.context_lens=[128]"],
+    "attribution": ["bench.context_lens=[128]", "bench.engine_passes=1", "bench.rounds=2"],
     "decode_kernel": ["bench.heads=[8,2]", "bench.batch_sizes=[1]"],
     "elementwise_kernel": ["bench.num_tokens=[1]"],
     "long_decode": [
         "bench.batch_sizes=[1]",
         "bench.context_lens=[128]",
         "bench.engine_context_lens=[128]",
+        "bench.engine_tensor_parallel=[1]",  # two ranks: tp_scaling
         "attention=torch",
     ],
+    "tp_scaling": ["bench.batch_sizes=[4]"],
     "serving": ["bench.request_rates=[80]"],
     "correctness": [
         "bench.num_prompts=2",
