@@ -26,7 +26,7 @@ MORE_QUESTIONS = [
 SYSTEM = (
     "You are a careful assistant of a small museum. Answer briefly, name your sources when you have any, "
     "and say so when you do not know. "
-) * 12
+) * 6
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_shared_system_prompt_is_computed_once(llm):
 
     ids = [first.prompt_token_ids, *(output.prompt_token_ids for output in others)]
     shared = next(i for i, column in enumerate(zip(*ids)) if len(set(column)) > 1)
-    assert shared >= 300
+    assert shared >= 150
     block_size = llm.config.block_size
     assert first.num_cached_tokens == 0
     assert [output.num_cached_tokens for output in others] == [shared // block_size * block_size] * 2

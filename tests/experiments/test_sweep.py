@@ -100,10 +100,10 @@ def has_line(log: Path, line: str) -> bool:
 
 
 def test_a_point_that_kills_its_process_is_a_row(tmp_path: Path) -> None:
-    assert run(["ok", "kill", "ok"], root=tmp_path, isolate=True) == 1
+    assert run(["kill", "ok"], root=tmp_path, isolate=True) == 1
     df = experiments.load(tmp_path)
-    assert df["status"].tolist() == ["ok"] * 3 + ["error"] + ["ok"] * 3
-    assert "SIGKILL" in df["error"].iloc[3]
+    assert df["status"].tolist() == ["error"] + ["ok"] * 3
+    assert "SIGKILL" in df["error"].iloc[0]
 
 
 def test_isolated_points_run_in_processes_of_their_own_and_give_the_same_rows(tmp_path: Path) -> None:

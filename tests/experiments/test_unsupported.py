@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import pyplot as plt
+from omegaconf import OmegaConf
 
 import experiments
 from experiments import session, suites
@@ -22,7 +23,11 @@ from tests.experiments.test_conf import composed
 
 ROOT = Path(__file__).resolve().parents[2]
 # tiny_qwen3 has 8 query and 2 KV heads and an intermediate size of 256.
-WITH_RANKS = [name for name in suites.names() if "tensor_parallel" in composed(f"+suite={name}")["bench"]]
+WITH_RANKS = [
+    name
+    for name in suites.names()
+    if "tensor_parallel" in OmegaConf.load(ROOT / "conf" / "suite" / f"{name}.yaml").bench
+]
 
 
 def made(*overrides: str) -> tuple[Suite, Settings, list[Point]]:

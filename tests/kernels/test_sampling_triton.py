@@ -33,7 +33,9 @@ def compare(logits, temperature, top_k, top_p, uniform, device):
     return by_triton
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("vocab_size", [1, 7, 300])
 def test_mixed_rows_agree_with_the_torch_path(dtype, vocab_size, device):
     """Greedy, plain, top-k, top-p, both and neither in one batch, negative logits and ties among them."""
