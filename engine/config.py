@@ -31,6 +31,7 @@ class EngineConfig:
     seed: int = 0
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
+    graph_chunk_tokens: int | Literal["auto"] = "auto"
     use_triton: bool | Literal["auto"] = "auto"
     decode_attention: str = "auto"
     prefill_attention: str = "auto"
@@ -55,6 +56,8 @@ class EngineConfig:
         for name in ("num_kv_blocks", "max_model_len"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
+        if isinstance(self.graph_chunk_tokens, bool) or self.graph_chunk_tokens not in ("auto", 0):
+            _check_count("graph_chunk_tokens", self.graph_chunk_tokens, ", 0 or 'auto'")
         if self.max_num_seqs > MAX_NUM_SEQS:
             raise ValueError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
         flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "record_token_times")
@@ -158,9 +161,9 @@ def _device(name: Any) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: object, otherwise: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        raise ValueError(f"{name} must be an integer >= 1{otherwise}, got {value!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

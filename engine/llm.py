@@ -44,6 +44,8 @@ class LLM:
         make the same engine and the same calls. device "cuda:0,cuda:0" makes two ranks share a GPU, for tests. A rank
         that fails ends the engine, as does Ctrl-C in a step: step() raises, and the requests end with "error".
     enforce_eager: never use CUDA graphs.
+    graph_chunk_tokens: steps with up to so many prompt tokens run as a CUDA graph too; 0: those without prompts alone;
+        "auto": as many as take the GPU less time than the host needs to launch their kernels one by one.
     use_triton: Triton or torch for norms, activation, RoPE and KV writes; "auto": Triton on a CUDA device.
     decode_attention, prefill_attention: names in kernels.decode and kernels.prefill; "auto": the device's fastest.
     layer_fusion: "persistent": all layers of a decode step of one or two rows are one launch, which attends by itself
@@ -77,6 +79,7 @@ class LLM:
         seed: int = 0,
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
+        graph_chunk_tokens: int | Literal["auto"] = "auto",
         use_triton: bool | Literal["auto"] = "auto",
         decode_attention: str = "auto",
         prefill_attention: str = "auto",
@@ -103,6 +106,7 @@ class LLM:
             seed=seed,
             tensor_parallel_size=tensor_parallel_size,
             enforce_eager=enforce_eager,
+            graph_chunk_tokens=graph_chunk_tokens,
             use_triton=use_triton,
             decode_attention=decode_attention,
             prefill_attention=prefill_attention,

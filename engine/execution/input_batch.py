@@ -1,17 +1,15 @@
-"""The tensors of one step, built from the state on the device and the chunks that the step brings."""
+"""The tensors of one step, built from the state on the device and the rows that the step brings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from engine.execution.batch_state import BatchState
 from engine.execution.decode_plan import DecodePlan
-from engine.execution.upload import upload
+from engine.execution.step_rows import ChunkTokens
 from engine.layers.attention_metadata import AttentionMetadata
-from engine.scheduling.step import Chunk
 from kernels.decode import DecodeProblem
 from kernels.prefill import PrefillProblem
 from kernels.slot_state import DecodeRows, slot_mapping
@@ -59,44 +57,32 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """The tokens of the chunks, one chunk after another.
+    """The tokens of the chunks, one chunk after another, then padding.
 
-    input_ids, positions, slot_mapping: [tokens] int64. slots: [chunks] int64. ends: [chunks] int64, the sequence's
-    length with the chunk, and so its context. query_start_loc: [chunks + 1] int32.
+    input_ids, positions, slot_mapping: [tokens] int64; padding has position 0 and slot_mapping -1. context_lens:
+    [chunks] int32, the sequence's length with the chunk, 0 of padding. query_start_loc: [chunks + 1] int32.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    slots: torch.Tensor
-    ends: torch.Tensor
+    context_lens: torch.Tensor
     block_table: torch.Tensor
     query_start_loc: torch.Tensor
     max_query_len: int
 
     @classmethod
-    def build(cls, state: BatchState, chunks: tuple[Chunk, ...], block_size: int) -> ChunkRows:
-        lens = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
-        starts = np.array([chunk.start for chunk in chunks], np.int64)
-        locs = np.concatenate([[0], np.cumsum(lens)])
-        input_ids, positions, slots, ends, row_of_token, query_start_loc = upload(
-            state.device,
-            np.concatenate([np.array(chunk.token_ids, np.int64) for chunk in chunks]),
-            np.arange(locs[-1]) - np.repeat(locs[:-1] - starts, lens),
-            [chunk.slot for chunk in chunks],
-            starts + lens,
-            np.repeat(np.arange(len(chunks)), lens),
-            locs,
-        )
+    def build(cls, state: BatchState, chunks: ChunkTokens, block_size: int) -> ChunkRows:
+        positions = chunks.positions.clamp(min=0)
+        places = slot_mapping(state, chunks.slots[chunks.chunk_of_token], positions, block_size)
         return cls(
-            input_ids=input_ids,
+            input_ids=chunks.token_ids,
             positions=positions,
-            slot_mapping=slot_mapping(state, slots[row_of_token], positions, block_size),
-            slots=slots,
-            ends=ends,
-            block_table=state.block_table[slots],
-            query_start_loc=query_start_loc.int(),
-            max_query_len=int(lens.max()),
+            slot_mapping=places.masked_fill_(chunks.positions < 0, -1),
+            context_lens=chunks.ends.clamp(min=0).int(),
+            block_table=state.block_table[chunks.slots],
+            query_start_loc=chunks.query_start_loc.int(),
+            max_query_len=chunks.max_query_len,
         )
 
 
@@ -128,7 +114,7 @@ def join_rows(
         decode_workspace=plan.workspace() if plan else None,
         num_prefill_tokens=len(chunks.input_ids) if chunks else 0,
         prefill_block_table=chunks.block_table if chunks else empty[None, :],
-        prefill_context_lens=chunks.ends.int() if chunks else empty,
+        prefill_context_lens=chunks.context_lens if chunks else empty,
         query_start_loc=chunks.query_start_loc if chunks else empty,
         max_query_len=chunks.max_query_len if chunks else 0,
     )

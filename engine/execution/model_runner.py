@@ -16,7 +16,7 @@ from engine.execution import kv_cache
 from engine.execution.all_reduce_choice import choose_all_reduce
 from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKind
 from engine.execution.collective_timer import CollectiveTimer
-from engine.execution.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.execution.cuda_graphs import StepGraphs, graph_sizes, most_chunk_tokens
 from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
 from engine.execution.device_clock import DeviceClock
 from engine.execution.input_batch import AttentionShape, ChunkRows, join_rows
@@ -24,6 +24,7 @@ from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
 from engine.execution.sampler import PendingTokens, choose_tokens
 from engine.execution.sharded_sampling import greedy_tokens, likeliest_logits
+from engine.execution.step_rows import StepRows, StepSize, lay_out
 from engine.execution.trace import Trace, trace_path
 from engine.execution.upload import upload
 from engine.models.checkpoint import ModelSource
@@ -98,7 +99,7 @@ class ModelRunner:
         self.state = BatchState(
             config.max_num_seqs, max_blocks, source.config.vocab_size, device, num_ranks=group.size
         )
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -182,7 +183,7 @@ class ModelRunner:
         self.state.apply(StepInput(settings, new_blocks, (), 0, 0, ()))
         hardest, greedy = self.state.sampling_kind((0,)), self.state.sampling_kind(())
         for n in num_tokens:
-            self._run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), (0,), hardest)
+            self._run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), hardest)
         longest, largest = self.max_model_len, graph_sizes(self.config.max_num_seqs)[-1]
         for num_rows, kind, mean in (
             (largest, hardest, longest),
@@ -191,7 +192,7 @@ class ModelRunner:
             (1, SamplingKind(any_drawn=True), longest),
         ):
             slots = torch.full((num_rows,), self.state.padding_slot, dtype=torch.int64, device=self.device)
-            plan = self._planner.plan(num_rows, self._contexts(longest, mean))
+            plan = self._planner.plan(num_rows, ContextBucket.of(longest, mean, longest))
             for use_triton in (True, False):  # the latter's results are real
                 rows, draw = start_decodes(
                     self.state, slots, self.shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
@@ -248,10 +249,24 @@ class ModelRunner:
             device=self.device,
         )
 
-    def _new_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(
-            self._decode, self._planner, self.config.max_num_seqs, self.state.padding_slot, self.device
+    def _new_graphs(self) -> StepGraphs:
+        return StepGraphs(
+            self._run,
+            self._planner,
+            self.config.max_num_seqs,
+            self.state.padding_slot,
+            self.device,
+            most_chunk_tokens=self._most_chunk_tokens(),
         )
+
+    def _most_chunk_tokens(self) -> int:
+        """Prompt tokens of a step that a graph may hold."""
+        if not self.kernels.prefill.capturable:
+            return 0
+        most = self.config.graph_chunk_tokens
+        if most == "auto":
+            most = most_chunk_tokens(sum(weight.numel() for weight in self.model.layers[0].parameters()))
+        return min(most, self.config.max_num_batched_tokens)
 
     def _free_bytes_at_peak(self) -> int:
         """Run the largest work there can be on a throw-away cache, and see what it leaves of this engine's share."""
@@ -275,15 +290,17 @@ class ModelRunner:
         return int(total * self.config.gpu_memory_utilization) - used_outside - peak
 
     def _replay_largest(self) -> None:
-        """The decode graphs of the most rows: for contexts all alike, and ragged ones, which may take more splits."""
+        """The graphs of the most rows, for contexts all alike and for ragged ones, which may take more splits."""
         if self.graphs is None:
             return
-        slots = tuple(range(self.graphs.largest))
-        for mean in (self.max_model_len, self.max_model_len // MOST_RAGGED):
+        slots, longest = tuple(range(self.graphs.largest)), self.max_model_len
+        kind = self.state.sampling_kind(slots)
+        for mean in (longest, longest // MOST_RAGGED):
             # Every replay counts a token more, and the prompts before may have left room for less than that.
             self.state.num_computed[: len(slots)] = 0
-            contexts = self._contexts(self.max_model_len, mean)
-            self.graphs.replay(slots, self.state.sampling_kind(slots), contexts)
+            step = StepInput((), (), slots, longest, mean, ())
+            self.graphs.replay(step, kind, self._contexts(step))
+        self.graphs.capture_largest(kind, self._contexts(step))
 
     def _largest_step(self) -> StepInput:
         """Prompts that fill the token budget, every one sampled with top-k and top-p, its log-probability asked for."""
@@ -338,58 +355,41 @@ class ModelRunner:
         """Start a step; its result holds the next token of each decode slot, then of each chunk that samples."""
         span = self._clock.start()
         self.state.apply(step)
-        sampled = (*step.decode_slots, *(chunk.slot for chunk in step.chunks if chunk.samples))
+        sampled = step.sampled_slots
         kind = self.state.sampling_kind(sampled)
-        if self.graphs is not None and not step.chunks and len(sampled) <= self.graphs.largest:
-            contexts = self._contexts(step.max_decode_context, step.mean_decode_context)
-            logits: torch.Tensor | None
-            token_ids, logits = self.graphs.replay(step.decode_slots, kind, contexts)
-        else:
-            token_ids, logits = self._run_eagerly(step, sampled, kind)
+        replayed = None if self.graphs is None else self.graphs.replay(step, kind, self._contexts(step))
+        token_ids, logits = self._run_eagerly(step, kind) if replayed is None else replayed
         return PendingTokens(token_ids, logits, self.state.num_logprobs(sampled), span)
 
-    def _run_eagerly(
-        self, step: StepInput, sampled: tuple[int, ...], kind: SamplingKind
+    def _run_eagerly(self, step: StepInput, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
+        size = StepSize.of(step)
+        (rows,) = upload(self.device, lay_out(step, size, self.state.padding_slot))
+        plan = self._planner.plan(size.decodes, self._contexts(step)) if size.decodes else None
+        return self._run(StepRows.view(rows, size), kind, plan)
+
+    def _contexts(self, step: StepInput) -> ContextBucket:
+        return ContextBucket.of(step.max_decode_context, step.mean_decode_context, self.max_model_len)
+
+    def _run(
+        self, rows: StepRows, kind: SamplingKind, plan: DecodePlan | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        state, block_size = self.state, self.shape.block_size
-        num_decodes = len(step.decode_slots)
-        chunk_ends = num_decodes + np.cumsum([len(chunk.token_ids) for chunk in step.chunks], dtype=np.int64)
-        last_rows = [end - 1 for end, chunk in zip(chunk_ends, step.chunks) if chunk.samples]
-        slots, sampled_rows = upload(
-            self.device, np.array(sampled, np.int64), np.array([*range(num_decodes), *last_rows], np.int64)
-        )
-        decodes = plan = settings = None
-        if step.decode_slots:
-            drawn = kind.any_drawn and not step.chunks
+        """A step that a graph can capture: it holds for other rows, and for every context that the plan holds for."""
+        state, block_size, use_triton = self.state, self.shape.block_size, self.kernels.use_triton
+        decodes = chunks = settings = None
+        if plan is not None:
+            drawn = kind.any_drawn and rows.chunks is None
             decodes, settings = start_decodes(
-                state, slots[:num_decodes], block_size, drawn=drawn, use_triton=self.kernels.use_triton
+                state, rows.decode_slots, block_size, drawn=drawn, use_triton=use_triton
             )
-            contexts = self._contexts(step.max_decode_context, step.mean_decode_context)
-            plan = self._planner.plan(num_decodes, contexts)
-        chunks = ChunkRows.build(state, step.chunks, block_size) if step.chunks else None
+        if rows.chunks is not None:
+            chunks = ChunkRows.build(state, rows.chunks, block_size)
         hidden = self._forward(decodes, chunks, plan)
-        if chunks is not None:
-            state.num_computed[chunks.slots] = chunks.ends
-            hidden = hidden[sampled_rows]
+        if rows.chunks is not None:
+            state.num_computed[rows.chunks.slots] = rows.chunks.ends
+            hidden = hidden[rows.sampled_rows]
             if kind.any_drawn:
-                settings = draw_settings(state, slots, use_triton=self.kernels.use_triton)
-        return self._sample(hidden, slots, kind, settings)
-
-    def _contexts(self, longest: int, mean: int) -> ContextBucket:
-        return ContextBucket.of(longest, mean, self.max_model_len)
-
-    def _decode(
-        self, slots: torch.Tensor, kind: SamplingKind, plan: DecodePlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A decode step of these slots that a graph can capture: it holds for every context that the plan holds for."""
-        rows, settings = start_decodes(
-            self.state,
-            slots,
-            self.shape.block_size,
-            drawn=kind.any_drawn,
-            use_triton=self.kernels.use_triton,
-        )
-        return self._sample(self._forward(rows, None, plan), slots, kind, settings)
+                settings = draw_settings(state, rows.sampled_slots, use_triton=use_triton)
+        return self._sample(hidden, rows.sampled_slots, kind, settings)
 
     def _forward(
         self, decodes: DecodeRows | None, chunks: ChunkRows | None, plan: DecodePlan | None
@@ -443,19 +443,16 @@ class ModelRunner:
         for start in range(0, num_prompt_tokens, budget):
             end = min(start + budget, num_prompt_tokens)
             chunk = Chunk(0, start, tuple(token_ids[start:end]), end == num_prompt_tokens)
-            sampled = (0,) if chunk.samples else ()
             step = StepInput((), (), (), 0, 0, (chunk,))
-            rows.append(self._run_eagerly(step, sampled, SamplingKind())[1].float())
+            rows.append(self._run_eagerly(step, SamplingKind())[1].float())
         for position in range(num_prompt_tokens, len(token_ids) - 1):
             self.state.newest[0] = token_ids[position]
-            context = position + 1
+            step = StepInput((), (), (0,), position + 1, position + 1, ())
+            replayed = None
             if self.graphs is not None and not eager:
-                kind = SamplingKind(any_logits=True)
-                logits = self.graphs.replay((0,), kind, self._contexts(context, context))[1]
-                assert logits is not None
-            else:
-                step = StepInput((), (), (0,), context, context, ())
-                logits = self._run_eagerly(step, (0,), SamplingKind())[1]
+                replayed = self.graphs.replay(step, SamplingKind(any_logits=True), self._contexts(step))
+            logits = (replayed or self._run_eagerly(step, SamplingKind()))[1]
+            assert logits is not None
             rows.append(logits.to(torch.float32, copy=True))  # the next replay writes over them
         return torch.cat(rows)
 

@@ -58,6 +58,11 @@ class StepInput:
     mean_decode_context: int
     chunks: tuple[Chunk, ...]
 
+    @property
+    def sampled_slots(self) -> tuple[int, ...]:
+        """The slots that get a token, in the order of the result."""
+        return (*self.decode_slots, *(chunk.slot for chunk in self.chunks if chunk.samples))
+
 
 @dataclass(frozen=True)
 class SampledToken:

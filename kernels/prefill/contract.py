@@ -57,6 +57,9 @@ class PrefillKernel(ABC):
     name: str
     paged: bool = True
     """Whether it reads the block table. One that does not serves comparisons only, on problems marked `contiguous`."""
+    capturable: bool = False
+    """Whether a CUDA graph can capture a call, and its replay serve other chunks of up to max_query_len tokens: it
+    waits for nothing and reads no tensor on the host."""
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why the kernel cannot run on `device`, or None if it can."""

@@ -67,6 +67,7 @@ def choose_tile(
 
 class TritonPrefill(PrefillKernel):
     name = "triton"
+    capturable = True
 
     def unavailable(self, device: torch.device) -> str | None:
         return triton_unavailable(device)

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from engine.execution import cuda_graphs, sampler
-from engine.execution.cuda_graphs import DecodeGraphs
+from engine.execution.cuda_graphs import StepGraphs
+from engine.execution.step_rows import StepRows
 
 
-class RunAgain(DecodeGraphs):
-    """A replay runs the captured step again, for what its slots hold then, and writes over its results."""
+class RunAgain(StepGraphs):
+    """A replay runs the captured step again, for what its rows hold then, and writes over its results."""
 
-    def _capture(self, size: int, kind: Any, plan: Any) -> Any:
+    def _capture(self, size: Any, kind: Any, plan: Any) -> Any:
         captured = super()._capture(size, kind, plan)
 
         def replay() -> None:
-            token_ids, logits = self._run(captured.slots, kind, plan)
+            token_ids, logits = self._run(StepRows.view(captured.rows, size), kind, plan)
             captured.token_ids.copy_(token_ids)
             if captured.logits is not None:
                 captured.logits.copy_(logits)

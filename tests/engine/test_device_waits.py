@@ -92,10 +92,10 @@ def runner():
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_launched_without_waiting(runner, name, monkeypatch):
     step = STEPS[name]
-    sampled = (*step.decode_slots, *(chunk.slot for chunk in step.chunks if chunk.samples))
+    sampled = step.sampled_slots
     with HostWaits(monkeypatch) as waits:
         runner.state.apply(step)
-        token_ids, logits = runner._run_eagerly(step, sampled, runner.state.sampling_kind(sampled))
+        token_ids, logits = runner._run_eagerly(step, runner.state.sampling_kind(sampled))
         sampler._gather_logprobs(logits, token_ids, [(0, 3)])
     assert waits.found == []
     assert token_ids.shape == (len(sampled),)

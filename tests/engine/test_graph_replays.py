@@ -48,11 +48,11 @@ def checked_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def requests(seed: int) -> list[tuple[int, list[int], SamplingParams]]:
     """(step of arrival, prompt, parameters): prompts that end near a bucket's edge, or a sequence's."""
     rng, found = random.Random(seed), []
-    for i in range(14):
+    for i in range(28):
         length = rng.choice([1, 3, 15, 16, 17, 250, 254, 257, 505, 511, 594, 599])
         params = {"max_tokens": rng.choice([1, 2, 9, 24]), "seed": i, "ignore_eos": i % 3 > 0}
         params |= rng.choice([{"temperature": 0.0}, {"top_k": 5}, {"temperature": 0.0, "logprobs": 2}])
-        found.append((2 * i, [rng.randrange(300) for _ in range(length)], SamplingParams(**params)))
+        found.append((i, [rng.randrange(300) for _ in range(length)], SamplingParams(**params)))
     return found
 
 
@@ -69,9 +69,16 @@ def run(llm: LLM, arrivals: list[tuple[int, list[int], SamplingParams]]) -> list
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("max_num_seqs", "num_kv_blocks"), [(1, 40), (6, 90), (11, 400)])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_kv_blocks", "most_chunk_tokens"),
+    [(1, 40, 256), (6, 90, 0), (6, 90, 256), (11, 400, 256)],
+)
 def test_replays_give_the_tokens_of_eager_steps(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool, max_num_seqs: int, num_kv_blocks: int
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+    max_num_seqs: int,
+    num_kv_blocks: int,
+    most_chunk_tokens: int,
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_PLANS", 2)
     arrivals = requests(max_num_seqs)
@@ -89,7 +96,12 @@ def test_replays_give_the_tokens_of_eager_steps(
     ) as llm:
         runner = llm.runner
         graphs = RunAgain(
-            runner._decode, runner._planner, max_num_seqs, runner.state.padding_slot, runner.device
+            runner._run,
+            runner._planner,
+            max_num_seqs,
+            runner.state.padding_slot,
+            runner.device,
+            most_chunk_tokens=most_chunk_tokens,
         )
         runner.graphs = graphs
         # Unwritten memory, and blocks of no request, must not matter.
@@ -101,4 +113,6 @@ def test_replays_give_the_tokens_of_eager_steps(
                     assert got == pytest.approx(wanted, abs=1e-4)
         assert runner.state.num_computed[runner.state.padding_slot] == -1
         assert graphs.num_captures > 3
+        with_chunks = [graph for graph in graphs._chunk_graphs.values() if graph is not None]
+        assert (len(with_chunks) > 4) is (most_chunk_tokens > 0)
         llm.engine.block_manager.check_invariants()

@@ -257,6 +257,11 @@ def test_a_mapping_with_dummy_weights_runs_and_repeats():
         ({"max_model_len": 10_000}, r"max_model_len is 10000, the model's max_position_embeddings is 512"),
         ({"scheduling": "fifo"}, r"scheduling must be one of mixed, prefill_first, got 'fifo'"),
         ({"load_format": "pt"}, r"load_format must be one of auto, dummy, got 'pt'"),
+        ({"graph_chunk_tokens": -1}, r"graph_chunk_tokens must be an integer >= 1, 0 or 'auto', got -1"),
+        (
+            {"graph_chunk_tokens": False},
+            r"graph_chunk_tokens must be an integer >= 1, 0 or 'auto', got False",
+        ),
         ({"layer_fusion": "auto"}, r"layer_fusion must be one of off, persistent, got 'auto'"),
         ({"tensor_parallel_size": 9}, r"tensor_parallel_size must be at most 8, got 9"),
         ({"enable_prefix_caching": 1}, r"enable_prefix_caching must be True or False, got 1"),

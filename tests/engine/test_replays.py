@@ -13,20 +13,21 @@ from tests.engine.checkpoints import QWEN3
 
 
 class OneBuffer:
-    """Replays as DecodeGraphs does: eager steps whose logits land in one and the same tensor."""
+    """Replays as StepGraphs does: eager steps whose logits land in one and the same tensor."""
 
     largest = 1
+    capture_largest = staticmethod(lambda kind, contexts: None)
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._logits: torch.Tensor | None = None
 
     def replay(
-        self, slots: tuple[int, ...], kind: SamplingKind, *contexts: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        length = self._runner.max_model_len
-        step = StepInput((), (), slots, length, length, ())
-        token_ids, logits = self._runner._run_eagerly(step, slots, kind)
+        self, step: StepInput, kind: SamplingKind, contexts: Any
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if step.chunks:
+            return None
+        token_ids, logits = self._runner._run_eagerly(step, kind)
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         return token_ids, self._logits.copy_(logits)

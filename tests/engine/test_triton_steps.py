@@ -57,7 +57,9 @@ def outputs_of(
             runner.allocate_kv_cache(runner.num_kv_blocks)  # and graphs, now that nothing in a step waits
         elif graphs:
             state = runner.state
-            runner.graphs = RunAgain(runner._decode, runner._planner, 5, state.padding_slot, runner.device)
+            runner.graphs = RunAgain(
+                runner._run, runner._planner, 5, state.padding_slot, runner.device, most_chunk_tokens=20
+            )
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         assert runner.state.num_computed[runner.state.padding_slot] == -1
         assert (runner.graphs is not None and runner.graphs.num_captures > 1) is graphs

@@ -1,0 +1,154 @@
+"""The rows of a step: each token in its place, and padding that can neither write nor count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.execution.cuda_graphs import (
+    CHUNK_COUNTS,
+    MOST_CHUNK_TOKENS,
+    StepGraphs,
+    chunk_sizes,
+    most_chunk_tokens,
+)
+from engine.execution.step_rows import EMPTY_STEP, StepRows, StepSize, lay_out
+from engine.scheduling.step import Chunk, StepInput
+
+PADDING = 99
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepInput:
+    slots = draw(st.permutations(range(12)))
+    num_decodes, num_chunks = draw(st.integers(0, 6)), draw(st.integers(1, 6))
+    chunks = []
+    for slot in slots[num_decodes : num_decodes + num_chunks]:
+        token_ids = tuple(draw(st.lists(st.integers(0, 1000), min_size=1, max_size=9)))
+        chunks.append(Chunk(slot, draw(st.integers(0, 50)), token_ids, draw(st.booleans())))
+    return StepInput((), (), tuple(slots[:num_decodes]), 60, 30, tuple(chunks))
+
+
+@st.composite
+def sizes(draw: st.DrawFn, step: StepInput) -> StepSize:
+    exact, more = StepSize.of(step), st.integers(0, 5)
+    return StepSize(*(number + draw(more) for number in (exact.decodes, exact.tokens, exact.chunks)), 20, 60)
+
+
+@given(data=st.data(), step=steps())
+def test_rows_are_those_of_the_step_and_then_padding(data: st.DataObject, step: StepInput) -> None:
+    size = data.draw(sizes(step))
+    rows = StepRows.view(torch.from_numpy(lay_out(step, size, PADDING)), size)
+    chunks = rows.chunks
+    assert chunks is not None
+    num_decodes = len(step.decode_slots)
+    assert rows.decode_slots.tolist() == [*step.decode_slots, *[PADDING] * (size.decodes - num_decodes)]
+
+    written = {}  # what each token of a real sequence is
+    for row in range(size.tokens):
+        position = int(chunks.positions[row])
+        if position >= 0:
+            chunk = int(chunks.chunk_of_token[row])
+            assert chunks.query_start_loc[chunk] <= row < chunks.query_start_loc[chunk + 1]
+            written[int(chunks.slots[chunk]), position] = int(chunks.token_ids[row])
+    expected = {
+        (chunk.slot, chunk.start + i): token
+        for chunk in step.chunks
+        for i, token in enumerate(chunk.token_ids)
+    }
+    assert written == expected
+    assert int((chunks.positions >= 0).sum()) == len(expected)
+
+    ends = dict(zip(chunks.slots.tolist(), chunks.ends.tolist()))
+    assert ends.pop(PADDING, -1) == -1
+    assert ends == {chunk.slot: chunk.start + len(chunk.token_ids) for chunk in step.chunks}
+    lens = chunks.query_start_loc.diff().tolist()
+    assert lens == [len(chunk.token_ids) for chunk in step.chunks] + [0] * (size.chunks - len(step.chunks))
+
+    num_sampled = len(step.sampled_slots)
+    assert rows.sampled_rows is not None
+    assert rows.sampled_slots.tolist() == [*step.sampled_slots, *[PADDING] * (size.samples - num_sampled)]
+    assert rows.sampled_rows[:num_decodes].tolist() == list(range(num_decodes))
+    samplers = [chunk for chunk in step.chunks if chunk.samples]
+    for row, chunk in zip(rows.sampled_rows[num_decodes:num_sampled].tolist(), samplers, strict=True):
+        token = row - size.decodes
+        assert chunks.positions[token] == ends[chunk.slot] - 1
+        assert chunks.slots[chunks.chunk_of_token[token]] == chunk.slot
+    assert rows.sampled_rows[num_sampled:].lt(size.decodes + size.tokens).all()
+
+
+@pytest.mark.parametrize("decodes", [1, 5])
+def test_decode_rows_alone_are_their_slots(decodes: int) -> None:
+    step = StepInput((), (), (3, 1, 2), 9, 9, ())
+    size = StepSize(decodes + 3, samples=decodes + 3)
+    rows = StepRows.view(torch.from_numpy(lay_out(step, size, PADDING)), size)
+    assert rows.decode_slots.tolist() == rows.sampled_slots.tolist() == [3, 1, 2, *[PADDING] * decodes]
+    assert rows.sampled_rows is rows.chunks is None
+
+
+def test_an_empty_step_is_all_padding() -> None:
+    size = StepSize(2, 8, 4, samples=6, max_query_len=8)
+    rows = StepRows.view(torch.from_numpy(lay_out(EMPTY_STEP, size, PADDING)), size)
+    assert rows.chunks is not None
+    assert set(rows.sampled_slots.tolist()) == {PADDING}
+    assert set(rows.chunks.positions.tolist()) == {-1}
+    assert not rows.chunks.query_start_loc.any()
+
+
+# --- sizes of graphs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    planner, run = object(), object()
+    return StepGraphs(run, planner, 40, PADDING, torch.device("cpu"), most_chunk_tokens=300)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("decodes", [0, 1, 4, 5, 40])
+@pytest.mark.parametrize("chunks", [1, 2, 4, 5, 16])
+@pytest.mark.parametrize("tokens", [16, 17, 299, 300])
+def test_a_graph_holds_its_step(graphs: StepGraphs, decodes: int, chunks: int, tokens: int) -> None:
+    ids = np.array_split(np.zeros(tokens, np.int64), chunks)
+    step = StepInput((), (), tuple(range(decodes)), 9, 9, ())
+    step = replace(step, chunks=tuple(Chunk(50 + i, 0, tuple(ids[i].tolist()), True) for i in range(chunks)))
+    size = graphs.size_of(step)
+    assert size is not None
+    assert decodes <= size.decodes <= max(4 * decodes, 4) * (decodes > 0)
+    assert tokens <= size.tokens <= 300
+    assert chunks <= size.chunks <= 4 * chunks
+    assert size.samples >= len(step.sampled_slots)
+    assert size.max_query_len == size.tokens
+    lay_out(step, size, PADDING)
+
+
+def test_a_step_that_is_too_large_has_no_graph(graphs: StepGraphs) -> None:
+    def step(decodes: int, chunk_lens: list[int]) -> StepInput:
+        chunks = tuple(Chunk(60 + i, 0, (0,) * n, True) for i, n in enumerate(chunk_lens))
+        return StepInput((), (), tuple(range(decodes)), 9, 9, chunks)
+
+    assert graphs.size_of(step(40, [300])) is not None
+    assert graphs.size_of(step(41, [3])) is graphs.size_of(step(41, [])) is None
+    assert graphs.size_of(step(1, [301])) is None
+    assert graphs.size_of(step(1, [1] * CHUNK_COUNTS[-1])) is not None
+    assert graphs.size_of(step(1, [1] * (CHUNK_COUNTS[-1] + 1))) is None
+
+
+@pytest.mark.parametrize("most", [1, 15, 16, 17, 300, 2047, 2048, 5000])
+def test_sizes_of_chunks_end_at_the_most_and_waste_little(most: int) -> None:
+    found = chunk_sizes(most)
+    assert found == sorted(set(found))
+    assert found[-1] == min(most, MOST_CHUNK_TOKENS)
+    for tokens in range(17, found[-1] + 1):
+        assert next(size for size in found if size >= tokens) <= max(2 * tokens, tokens + 16)
+    assert chunk_sizes(0) == []
+
+
+def test_small_models_have_graphs_of_longer_chunks() -> None:
+    """Qwen3's 0.6B, 8B and 32B: a layer of the last keeps a GPU busy longer than its launches take."""
+    assert [most_chunk_tokens(n) for n in (15_730_000, 192_900_000, 487_600_000)] == [2048, 1036, 410]
