@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,37 @@ class Soak:
     tokens_per_s: list[float] = field(default_factory=list)
 
 
+class Load:
+    """Keeps num_live requests in an engine, some of which it aborts; now and then it resets the prefix cache."""
+
+    def __init__(self, llm: LLM, seed: int, num_live: int) -> None:
+        self.llm, self.num_live, self.done = llm, num_live, Soak()
+        self._rng = rng = random.Random(seed)
+        self._room = room = llm.engine.max_model_len
+        self._shared = [[rng.randrange(llm.engine.vocab_size) for _ in range(room)] for _ in range(5)]
+        self._live: list[str] = []
+
+    def step(self) -> None:
+        rng, engine, live = self._rng, self.llm.engine, self._live
+        while len(live) < self.num_live:
+            live.append(engine.add_request(*_request(rng, self._shared, self._room)))
+            self.done.num_requests += 1
+        if rng.random() < 0.05:
+            engine.abort(live.pop(rng.randrange(len(live))))
+            self.done.num_aborted += 1
+        if rng.random() < 0.001:
+            self.llm.reset_prefix_cache()
+            self.done.num_resets += 1
+        ended = {output.request_id for output in engine.step_finished()}
+        self._live = [request_id for request_id in live if request_id not in ended]
+
+    def drain(self) -> None:
+        while self.llm.engine.has_unfinished_requests():
+            self.llm.engine.step_finished()
+        self.llm.engine.step_finished()
+        self._live = []
+
+
 def run_soak(
     llm: LLM,
     length: float,
@@ -40,36 +72,44 @@ def run_soak(
     memory: bytes held now. clock: of tokens_per_s; by default what others do on the machine does not count. progress:
     by default the clock, so that length is in seconds; what counts work makes the load the same on every machine.
     """
-    rng, engine, soak = random.Random(seed), llm.engine, Soak()
-    vocab_size, room = engine.vocab_size, engine.max_model_len
-    shared = [[rng.randrange(vocab_size) for _ in range(room)] for _ in range(5)]
-    live: list[str] = []
+    load, engine = Load(llm, seed, num_live), llm.engine
+    soak = load.done
     progress = clock if progress is None else progress
     start = progress()
     for window in range(windows):
         window_start, before = clock(), engine.totals.num_output_tokens
         while progress() < start + (window + 1) * length / windows:
-            while len(live) < num_live:
-                live.append(engine.add_request(*_request(rng, shared, room)))
-                soak.num_requests += 1
-            if rng.random() < 0.05:
-                engine.abort(live.pop(rng.randrange(len(live))))
-                soak.num_aborted += 1
-            if rng.random() < 0.001:
-                llm.reset_prefix_cache()
-                soak.num_resets += 1
-            ended = {output.request_id for output in engine.step_finished()}
-            live = [request_id for request_id in live if request_id not in ended]
+            load.step()
         elapsed = clock() - window_start
         soak.tokens_per_s.append((engine.totals.num_output_tokens - before) / elapsed)
         gc.collect()
         soak.memory.append(memory())
         engine.block_manager.check_invariants()
-    while engine.has_unfinished_requests():
-        engine.step_finished()
-    engine.step_finished()
+    load.drain()
     soak.num_preemptions, soak.num_steps = engine.totals.num_preemptions, engine.totals.num_steps
     return soak
+
+
+def slowdown_of(llm: LLM, fresh: LLM, *, slices: int = 60, steps: int = 20, num_live: int = 40) -> float:
+    """How much longer a step of `llm`, which is idle, takes than one of `fresh`: the median over slices of one load.
+
+    In turns, since a machine that others use changes its speed within minutes: rates of an hour's windows tell of that.
+    """
+    llm.reset_prefix_cache()
+    loads = [Load(each, 1, num_live) for each in (llm, fresh)]
+    ratios = []
+    for number in range(slices):
+        taken = {}
+        for load in loads if number % 2 else reversed(loads):
+            start = time.process_time()
+            for _ in range(steps):
+                load.step()
+            taken[load.llm is llm] = time.process_time() - start
+        ratios.append(taken[True] / taken[False])
+    for load in loads:
+        load.drain()
+    assert loads[0].done == loads[1].done  # the same work
+    return statistics.median(ratios[slices // 6 :])
 
 
 def _request(rng: random.Random, shared: list[list[int]], room: int) -> tuple[list[int], SamplingParams]:
