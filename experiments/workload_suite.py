@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments import workload
@@ -172,13 +172,14 @@ class WorkloadSuite(Suite):
 
 
 def warm_up(requests: Sequence[Request], device_type: str) -> list[Request]:
-    """What is served untimed before the first round: all its requests, at once.
+    """What is served untimed before the first round: all its requests, on a GPU as they come in the round.
 
-    On a GPU to their ends, or WARM_TOKENS: a CUDA graph is captured when its batch size or plan of attention first
-    occurs, while requests end and contexts grow. Elsewhere a few tokens compile everything.
+    There to their ends, or WARM_TOKENS: a CUDA graph is captured when its batch size or plan of attention occurs, while
+    requests come and end and contexts grow. Elsewhere a few tokens, all at once, compile everything.
     """
-    most = WARM_TOKENS if device_type == "cuda" else 4
-    return [Request(request.prompt, min(request.output_len, most)) for request in requests]
+    if device_type == "cuda":
+        return [replace(request, output_len=min(request.output_len, WARM_TOKENS)) for request in requests]
+    return [Request(request.prompt, min(request.output_len, 4)) for request in requests]
 
 
 def workload_cost(config: ModelConfig, run: WorkloadRun, tp: int, dtype: Any) -> Any:

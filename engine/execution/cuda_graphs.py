@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.execution.batch_state import SamplingKind
 from engine.execution.decode_plan import ContextBucket, DecodePlan, DecodePlanner
+from engine.execution.graph_sizes import CHUNK_COUNTS, GraphSizes
 from engine.execution.step_rows import EMPTY_STEP, StepRows, StepSize, lay_out
+from engine.execution.upload import upload
 from engine.scheduling.step import StepInput
 
 RunStep = Callable[[StepRows, SamplingKind, DecodePlan | None], tuple[torch.Tensor, torch.Tensor]]
@@ -20,44 +22,16 @@ RunStep = Callable[[StepRows, SamplingKind, DecodePlan | None], tuple[torch.Tens
 MOST_PLANS = 6
 """Graphs of one batch size and sampling kind, at most, that differ in how attention is planned."""
 
-CHUNK_COUNTS = (1, 4, 16)
-"""Chunks that a graph holds. Programs of the attention of chunks that are not there end at once, but they start."""
-
-MOST_CHUNK_TOKENS = 2048
-"""Prompt tokens that a graph holds, at most."""
-
 MOST_CHUNK_GRAPHS = 96
 """Graphs of steps with chunks, at most."""
 
-LAUNCH_WEIGHTS = 2e11
-"""Weights times tokens of a layer whose products take a GPU as long as the host takes to launch the layer: some 0.7 ms
-on the host (a dozen launches), at two FLOPs each and 600 TFLOP/s."""
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Decode rows to capture: 1, 2, 4, 8, then every 8 up to 64, then every 32; the last is max_num_seqs itself."""
-    return _sizes_up_to(max_num_seqs, (1, 2, 4, *range(8, 64, 8), *range(64, 512, 32), 512))
-
-
-def chunk_sizes(most_tokens: int) -> list[int]:
-    """Prompt tokens to capture, up to most_tokens: at most a half more than there are, from 256 on 256 more."""
-    if most_tokens < 1:
-        return []
-    return _sizes_up_to(most_tokens, (16, 32, 64, 96, 128, 192, *range(256, MOST_CHUNK_TOKENS + 1, 256)))
-
-
-def most_chunk_tokens(layer_weights: int) -> int:
-    """Tokens beyond which launching a step one kernel after another keeps a GPU busy: see LAUNCH_WEIGHTS."""
-    return min(MOST_CHUNK_TOKENS, int(LAUNCH_WEIGHTS / layer_weights))
-
-
-def _sizes_up_to(most: int, sizes: Iterable[int]) -> list[int]:
-    *smaller, largest = sizes
-    return [*(size for size in smaller if size < most), min(most, largest)]
+CAPTURE_COST = 3.0
+"""What a capture takes, in steps of which the host launches one kernel after another."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
+    size: StepSize
     graph: torch.cuda.CUDAGraph
     rows: torch.Tensor
     """What lay_out gives."""
@@ -66,58 +40,40 @@ class _Graph:
 
 
 class StepGraphs:
-    """Replays steps of up to `largest` decode rows and most_chunk_tokens prompt tokens, each padded to the next size.
+    """Replays steps of the sizes that GraphSizes gives, each padded to one of them.
 
-    Padding rows name the padding slot, so they write no KV and change no sequence. A graph is captured when its size,
-    its sampling kind and its plan of attention first occur, with chunks when they occur again, since there are many
-    sizes of those: after a run of the same work outside the graph, which compiles and loads every kernel, on padding
-    rows only. A plan follows the bucket of the contexts' lengths, and buckets that lead to the same calls share a
-    graph; of more than MOST_PLANS (with chunks, MOST_CHUNK_GRAPHS together), the one least recently used is dropped.
-    All graphs share one memory pool, since one runs at a time, and one buffer for logits: what a graph kept of its own
-    would be lost to the others, and there are graphs of every size, kind and plan.
+    Padding rows name the padding slot, so they write no KV and change no sequence. A capture follows a run of the same
+    work outside the graph, which compiles and loads every kernel, on padding rows only. A graph holds for a size, a
+    sampling kind and a plan of attention; a plan follows the bucket of the contexts' lengths, and buckets that lead to
+    the same calls share a graph. All graphs share one memory pool, since one runs at a time, and one buffer for logits:
+    what a graph kept of its own would be lost to the others, and there are graphs of every size, kind and plan.
+
+    Graphs of decode rows alone are captured when they first occur; of more than MOST_PLANS of a size and kind, the one
+    least recently used is dropped. With chunks there are many sizes, most of which occur seldom: one is captured when,
+    had it been there, it would have saved what the capture takes. Until then the step runs by a graph of a coarser size
+    or without one. MOST_CHUNK_GRAPHS are kept.
     """
 
     def __init__(
         self,
         run: RunStep,
         planner: DecodePlanner,
-        max_num_seqs: int,
+        sizes: GraphSizes,
         padding_slot: int,
         device: torch.device,
-        *,
-        most_chunk_tokens: int = 0,
     ) -> None:
+        self.sizes = sizes
         self._run = run
         self._planner = planner
-        self._sizes = graph_sizes(max_num_seqs)
-        # With chunks there are fewer sizes: the padding's part of the work is small beside theirs.
-        self._sizes_beside_chunks = [0, *_sizes_up_to(max_num_seqs, (4, 16, 64, 256, 512))]
-        self._chunk_sizes = chunk_sizes(most_chunk_tokens)
         self._padding_slot = padding_slot
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[StepSize, SamplingKind], OrderedDict[Hashable, _Graph]] = {}
-        self._chunk_graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self._chunk_graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._missed: dict[Hashable, float] = defaultdict(float)
         self._logits: torch.Tensor | None = None
         self._loaded: tuple[_Graph, StepInput] | None = None
         self.num_captures = 0
-
-    @property
-    def largest(self) -> int:
-        """Batches beyond this many decode rows run without a graph."""
-        return self._sizes[-1]
-
-    def size_of(self, step: StepInput) -> StepSize | None:
-        """The least size that holds a step, or None: it runs without a graph."""
-        if not step.chunks:
-            decodes = _least(self._sizes, len(step.decode_slots))
-            return None if decodes is None else StepSize(decodes, samples=decodes)
-        exact = StepSize.of(step)
-        decodes = _least(self._sizes_beside_chunks, exact.decodes)
-        chunks, tokens = _least(CHUNK_COUNTS, exact.chunks), _least(self._chunk_sizes, exact.tokens)
-        if decodes is None or chunks is None or tokens is None:
-            return None
-        return _with_chunks(decodes, tokens, chunks)
 
     def replay(
         self, step: StepInput, kind: SamplingKind, contexts: ContextBucket
@@ -127,12 +83,13 @@ class StepGraphs:
         None if the step has no graph: nothing has run then. The logits are None unless kind.any_logits. contexts: no
         decode row's context is longer than its max_context_len.
         """
-        size = self.size_of(step)
-        captured = None if size is None else self._find_or_capture(size, kind, self._plan(size, contexts))
-        if size is None or captured is None:
+        sizes = self.sizes.holding(step)
+        find = self._find_with_chunks if step.chunks else self._find_or_capture
+        captured = find(sizes, kind, contexts)
+        if captured is None:
             return None
         if not self._is_loaded(captured, step):
-            rows = torch.from_numpy(lay_out(step, size, self._padding_slot)).pin_memory()
+            rows = torch.from_numpy(lay_out(step, captured.size, self._padding_slot)).pin_memory()
             captured.rows.copy_(rows, non_blocking=True)
             self._loaded = (captured, step)
         captured.graph.replay()
@@ -141,8 +98,8 @@ class StepGraphs:
 
     def capture_largest(self, kind: SamplingKind, contexts: ContextBucket) -> None:
         """Capture the largest step with chunks, for what it takes."""
-        if self._chunk_sizes:
-            size = _with_chunks(self._sizes_beside_chunks[-1], self._chunk_sizes[-1], CHUNK_COUNTS[-1])
+        size = self.sizes.largest_with_chunks
+        if size is not None:
             self._capture(size, kind, self._plan(size, contexts))
 
     def _is_loaded(self, captured: _Graph, step: StepInput) -> bool:
@@ -154,11 +111,13 @@ class StepGraphs:
     def _plan(self, size: StepSize, contexts: ContextBucket) -> DecodePlan | None:
         return self._planner.plan(size.decodes, contexts) if size.decodes else None
 
-    def _find_or_capture(self, size: StepSize, kind: SamplingKind, plan: DecodePlan | None) -> _Graph | None:
-        """None the first time that a step with chunks occurs."""
-        if size.chunks:
-            return self._find_with_chunks(size, kind, plan)
-        assert plan is not None  # there are decode rows
+    def _find_or_capture(
+        self, sizes: Sequence[StepSize], kind: SamplingKind, contexts: ContextBucket
+    ) -> _Graph | None:
+        if not sizes:
+            return None
+        size = sizes[0]
+        plan = self._planner.plan(size.decodes, contexts)
         graphs = self._graphs.setdefault((size, kind), OrderedDict())
         if plan.key not in graphs:
             graphs[plan.key] = self._capture(size, kind, plan)  # which waits until no graph runs
@@ -167,21 +126,29 @@ class StepGraphs:
         graphs.move_to_end(plan.key)
         return graphs[plan.key]
 
-    def _find_with_chunks(self, size: StepSize, kind: SamplingKind, plan: DecodePlan | None) -> _Graph | None:
-        graphs, key = self._chunk_graphs, (size, kind, None if plan is None else plan.key)
-        if key not in graphs:
-            graphs[key] = None
-            if len(graphs) > MOST_CHUNK_GRAPHS:
-                graphs.popitem(last=False)
-            return None
-        if graphs[key] is None:
-            graphs[key] = self._capture(size, kind, plan)
-        graphs.move_to_end(key)
-        return graphs[key]
+    def _find_with_chunks(
+        self, sizes: Sequence[StepSize], kind: SamplingKind, contexts: ContextBucket
+    ) -> _Graph | None:
+        """The graph of the least size that there is, or that is worth its capture now."""
+        graphs, plans = self._chunk_graphs, [self._plan(size, contexts) for size in sizes]
+        keys = [(size, kind, None if plan is None else plan.key) for size, plan in zip(sizes, plans)]
+        rows = next((size.rows for size, key in zip(sizes, keys) if key in graphs), None)
+        for size, plan, key in zip(sizes, plans, keys):
+            if key not in graphs:
+                self._missed[key] += 1.0 if rows is None else (rows - size.rows) / self.sizes.launch_rows
+                if self._missed[key] < CAPTURE_COST:
+                    continue
+                del self._missed[key]
+                graphs[key] = self._capture(size, kind, plan)
+                if len(graphs) > MOST_CHUNK_GRAPHS:
+                    graphs.popitem(last=False)
+            graphs.move_to_end(key)
+            return graphs[key]
+        return None
 
     def _capture(self, size: StepSize, kind: SamplingKind, plan: DecodePlan | None) -> _Graph:
         self.num_captures += 1
-        flat = torch.from_numpy(lay_out(EMPTY_STEP, size, self._padding_slot)).to(self._device)
+        (flat,) = upload(self._device, lay_out(EMPTY_STEP, size, self._padding_slot))
         rows = StepRows.view(flat, size)
         current = torch.cuda.current_stream(self._device)
         side = _capture_stream(self._device)
@@ -198,22 +165,13 @@ class StepGraphs:
             token_ids, logits = self._run(rows, kind, plan)
             if kept is not None:
                 kept.copy_(logits)
-        return _Graph(graph, flat, token_ids, kept)
+        return _Graph(size, graph, flat, token_ids, kept)
 
     def _logits_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """[rows, vocab_size], for the logits of all graphs whose logits are read."""
         if self._logits is None:
-            self._logits = like.new_empty((self.largest + CHUNK_COUNTS[-1], like.shape[1]))
+            self._logits = like.new_empty((self.sizes.most_decodes + CHUNK_COUNTS[-1], like.shape[1]))
         return self._logits
-
-
-def _least(sizes: Iterable[int], number: int) -> int | None:
-    return next((size for size in sizes if size >= number), None)
-
-
-def _with_chunks(decodes: int, tokens: int, chunks: int) -> StepSize:
-    """Any chunk may be all the tokens, and any may be sampled."""
-    return StepSize(decodes, tokens, chunks, samples=decodes + chunks, max_query_len=tokens)
 
 
 @functools.cache

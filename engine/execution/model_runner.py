@@ -16,9 +16,10 @@ from engine.execution import kv_cache
 from engine.execution.all_reduce_choice import choose_all_reduce
 from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKind
 from engine.execution.collective_timer import CollectiveTimer
-from engine.execution.cuda_graphs import StepGraphs, graph_sizes, most_chunk_tokens
+from engine.execution.cuda_graphs import StepGraphs
 from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
 from engine.execution.device_clock import DeviceClock
+from engine.execution.graph_sizes import GraphSizes, decode_sizes, launch_rows
 from engine.execution.input_batch import AttentionShape, ChunkRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
@@ -76,7 +77,7 @@ class ModelRunner:
             group,
             device,
             use_triton=self.kernels.use_triton,
-            largest=graph_sizes(config.max_num_seqs)[-1] * source.config.hidden_size * dtype.itemsize,
+            largest=decode_sizes(config.max_num_seqs)[-1] * source.config.hidden_size * dtype.itemsize,
         )
         self._planner = DecodePlanner(self.kernels.decode, self.shape.decode_problem)
         started = time.perf_counter()
@@ -184,7 +185,7 @@ class ModelRunner:
         hardest, greedy = self.state.sampling_kind((0,)), self.state.sampling_kind(())
         for n in num_tokens:
             self._run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), hardest)
-        longest, largest = self.max_model_len, graph_sizes(self.config.max_num_seqs)[-1]
+        longest, largest = self.max_model_len, decode_sizes(self.config.max_num_seqs)[-1]
         for num_rows, kind, mean in (
             (largest, hardest, longest),
             (largest, hardest, longest // MOST_RAGGED),
@@ -250,23 +251,13 @@ class ModelRunner:
         )
 
     def _new_graphs(self) -> StepGraphs:
-        return StepGraphs(
-            self._run,
-            self._planner,
-            self.config.max_num_seqs,
-            self.state.padding_slot,
-            self.device,
-            most_chunk_tokens=self._most_chunk_tokens(),
-        )
+        return StepGraphs(self._run, self._planner, self._graph_sizes(), self.state.padding_slot, self.device)
 
-    def _most_chunk_tokens(self) -> int:
-        """Prompt tokens of a step that a graph may hold."""
-        if not self.kernels.prefill.capturable:
-            return 0
-        most = self.config.graph_chunk_tokens
-        if most == "auto":
-            most = most_chunk_tokens(sum(weight.numel() for weight in self.model.layers[0].parameters()))
-        return min(most, self.config.max_num_batched_tokens)
+    def _graph_sizes(self) -> GraphSizes:
+        rows = launch_rows(sum(weight.numel() for weight in self.model.layers[0].parameters()))
+        most = rows if self.config.graph_chunk_tokens == "auto" else self.config.graph_chunk_tokens
+        most = min(most, self.config.max_num_batched_tokens) if self.kernels.prefill.capturable else 0
+        return GraphSizes(self.config.max_num_seqs, most, rows)
 
     def _free_bytes_at_peak(self) -> int:
         """Run the largest work there can be on a throw-away cache, and see what it leaves of this engine's share."""
@@ -293,7 +284,7 @@ class ModelRunner:
         """The graphs of the most rows, for contexts all alike and for ragged ones, which may take more splits."""
         if self.graphs is None:
             return
-        slots, longest = tuple(range(self.graphs.largest)), self.max_model_len
+        slots, longest = tuple(range(self.graphs.sizes.most_decodes)), self.max_model_len
         kind = self.state.sampling_kind(slots)
         for mean in (longest, longest // MOST_RAGGED):
             # Every replay counts a token more, and the prompts before may have left room for less than that.

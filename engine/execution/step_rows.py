@@ -35,6 +35,11 @@ class StepSize:
         return cls(len(step.decode_slots), sum(lens), len(lens), samples, max(lens, default=0))
 
     @property
+    def rows(self) -> int:
+        """Rows that every layer computes."""
+        return self.decodes + self.tokens
+
+    @property
     def columns(self) -> dict[str, int]:
         """Integers of each field of StepRows, in their order in the array."""
         if not self.chunks:

@@ -12,6 +12,7 @@ from engine.execution import cuda_graphs
 from engine.execution.batch_state import SamplingKind
 from engine.execution.cuda_graphs import MOST_PLANS, StepGraphs
 from engine.execution.decode_plan import LEAST_BUCKET, MOST_RAGGED, ContextBucket, DecodePlanner
+from engine.execution.graph_sizes import GraphSizes
 from engine.execution.input_batch import AttentionShape
 from engine.execution.step_rows import StepSize
 from kernels import decode
@@ -94,12 +95,12 @@ class PlansOnly(StepGraphs):
 def test_graphs_are_captured_once_a_plan_and_the_least_recently_used_is_dropped(monkeypatch):
     monkeypatch.setattr(cuda_graphs.torch.cuda, "graph_pool_handle", lambda: None)
     planner = DecodePlanner(decode.get("torch"), SHAPE.decode_problem)
-    graphs = PlansOnly(lambda *_: None, planner, 8, 8, torch.device("cpu"))
+    graphs = PlansOnly(lambda *_: None, planner, GraphSizes(8, 0, 1000), 8, torch.device("cpu"))
     kind, other = SamplingKind(), SamplingKind(any_drawn=True)
-    one, two = StepSize(1, samples=1), StepSize(2, samples=2)
-    *most, last = [planner.plan(1, ContextBucket(512 << n, 512 << n)) for n in range(MOST_PLANS + 1)]
-    for plan in [*most, *most]:
-        assert graphs._find_or_capture(one, kind, plan) is plan
+    one, two = [StepSize(1, samples=1)], [StepSize(2, samples=2)]
+    *most, last = [ContextBucket(512 << n, 512 << n) for n in range(MOST_PLANS + 1)]
+    for contexts in [*most, *most]:
+        assert graphs._find_or_capture(one, kind, contexts) is planner.plan(1, contexts)
     assert graphs.num_captures == MOST_PLANS
     graphs._find_or_capture(one, other, last)
     graphs._find_or_capture(two, kind, last)
@@ -111,25 +112,6 @@ def test_graphs_are_captured_once_a_plan_and_the_least_recently_used_is_dropped(
     assert graphs.num_captures == MOST_PLANS + 3
     graphs._find_or_capture(one, kind, most[1])
     assert graphs.num_captures == MOST_PLANS + 4
-
-
-def test_steps_with_chunks_are_captured_when_they_occur_again_and_few_are_kept(monkeypatch):
-    """The first time they run one kernel after another: there are many sizes, and most occur once."""
-    monkeypatch.setattr(cuda_graphs.torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda_graphs, "MOST_CHUNK_GRAPHS", 3)
-    planner = DecodePlanner(decode.get("torch"), SHAPE.decode_problem)
-    graphs = PlansOnly(lambda *_: None, planner, 8, 8, torch.device("cpu"), most_chunk_tokens=64)
-    kind, plan = SamplingKind(), planner.plan(4, ContextBucket(512, 512))
-    sizes = [StepSize(decodes, 16, 1, decodes + 1, 16) for decodes in (4, 0, 16, 64)]
-    for size in sizes[:3]:
-        assert graphs._find_or_capture(size, kind, plan) is None
-    for size in sizes[:3]:
-        assert graphs._find_or_capture(size, kind, plan) is plan
-    assert graphs.num_captures == 3
-    assert graphs._find_or_capture(sizes[3], kind, plan) is None  # sizes[0] has to go
-    assert graphs._find_or_capture(sizes[1], kind, plan) is plan
-    assert graphs.num_captures == 3
-    assert graphs._find_or_capture(sizes[0], kind, plan) is None
 
 
 def test_the_decode_kernel_is_planned_for_the_mean_context(monkeypatch):

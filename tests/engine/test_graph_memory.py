@@ -10,6 +10,7 @@ import torch
 from engine.execution.batch_state import BatchState, SamplingKind
 from engine.execution.cuda_graphs import StepGraphs
 from engine.execution.decode_plan import ContextBucket, DecodePlanner
+from engine.execution.graph_sizes import GraphSizes
 from engine.scheduling.step import Chunk, SlotSetting, StepInput
 from kernels import decode
 from tests.engine.cuda_on_cpu import replace_cuda
@@ -30,7 +31,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
         return torch.zeros(num_rows, dtype=torch.int64), logits
 
     planner = DecodePlanner(decode.get("torch"), SHAPE.decode_problem)
-    return StepGraphs(run, planner, LARGEST, LARGEST, torch.device("cpu"), most_chunk_tokens=64)
+    return StepGraphs(run, planner, GraphSizes(LARGEST, 64, 1000), LARGEST, torch.device("cpu"))
 
 
 def decodes(number: int) -> StepInput:
@@ -61,7 +62,8 @@ def test_logits_that_somebody_reads_share_one_buffer(graphs: StepGraphs) -> None
     assert graphs.num_captures == 6
     chunks = tuple(Chunk(8 + i, 0, (1, 2, 3), True) for i in range(16))
     with_chunks = replace(decodes(LARGEST), chunks=chunks)
-    assert graphs.replay(with_chunks, kind, SHORT) is None  # the first time
+    while graphs.replay(with_chunks, kind, SHORT) is None:
+        assert graphs.num_captures == 6
     logits = logits_of(graphs, with_chunks, kind)
     assert logits is not None
     assert logits[:, 0].tolist() == [row + 24 for row in range(24)]

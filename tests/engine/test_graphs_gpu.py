@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.execution.cuda_graphs import graph_sizes
+from engine.execution.graph_sizes import decode_sizes
 from tests.engine.checkpoints import QWEN3, REPOSITORY, write_random_checkpoint
 
 MODEL = QWEN3 | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -23,7 +23,7 @@ Requests = list[tuple[int, list[int], dict[str, Any]]]
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 63, 64, 65, 256, 511, 512, 513, 5000])
 def test_g1_every_batch_up_to_the_largest_has_a_graph_that_holds_it(max_num_seqs):
-    sizes = graph_sizes(max_num_seqs)
+    sizes = decode_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] == min(max_num_seqs, 512)
@@ -151,8 +151,7 @@ def test_a_plan_for_each_kind_of_context_gives_the_same_tokens(tmp_path):
         graphs = llm.runner.graphs
         (plans,) = [plans for (size, _), plans in graphs._graphs.items() if size.decodes == 8]
         assert len(plans) >= 2
-        with_chunks = sum(graph is not None for graph in graphs._chunk_graphs.values())
-        assert graphs.num_captures == sum(map(len, graphs._graphs.values())) + with_chunks
+        assert graphs.num_captures == sum(map(len, [*graphs._graphs.values(), graphs._chunk_graphs]))
 
 
 @pytest.mark.gpu

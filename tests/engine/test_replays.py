@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tests.engine.checkpoints import QWEN3
 class OneBuffer:
     """Replays as StepGraphs does: eager steps whose logits land in one and the same tensor."""
 
-    largest = 1
+    sizes = SimpleNamespace(most_decodes=1)
     capture_largest = staticmethod(lambda kind, contexts: None)
 
     def __init__(self, runner: Any) -> None:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.cuda_graphs import (
-    CHUNK_COUNTS,
-    MOST_CHUNK_TOKENS,
-    StepGraphs,
-    chunk_sizes,
-    most_chunk_tokens,
-)
 from engine.execution.step_rows import EMPTY_STEP, StepRows, StepSize, lay_out
 from engine.scheduling.step import Chunk, StepInput
 
@@ -98,57 +88,3 @@ def test_an_empty_step_is_all_padding() -> None:
     assert set(rows.sampled_slots.tolist()) == {PADDING}
     assert set(rows.chunks.positions.tolist()) == {-1}
     assert not rows.chunks.query_start_loc.any()
-
-
-# --- sizes of graphs ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    planner, run = object(), object()
-    return StepGraphs(run, planner, 40, PADDING, torch.device("cpu"), most_chunk_tokens=300)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("decodes", [0, 1, 4, 5, 40])
-@pytest.mark.parametrize("chunks", [1, 2, 4, 5, 16])
-@pytest.mark.parametrize("tokens", [16, 17, 299, 300])
-def test_a_graph_holds_its_step(graphs: StepGraphs, decodes: int, chunks: int, tokens: int) -> None:
-    ids = np.array_split(np.zeros(tokens, np.int64), chunks)
-    step = StepInput((), (), tuple(range(decodes)), 9, 9, ())
-    step = replace(step, chunks=tuple(Chunk(50 + i, 0, tuple(ids[i].tolist()), True) for i in range(chunks)))
-    size = graphs.size_of(step)
-    assert size is not None
-    assert decodes <= size.decodes <= max(4 * decodes, 4) * (decodes > 0)
-    assert tokens <= size.tokens <= 300
-    assert chunks <= size.chunks <= 4 * chunks
-    assert size.samples >= len(step.sampled_slots)
-    assert size.max_query_len == size.tokens
-    lay_out(step, size, PADDING)
-
-
-def test_a_step_that_is_too_large_has_no_graph(graphs: StepGraphs) -> None:
-    def step(decodes: int, chunk_lens: list[int]) -> StepInput:
-        chunks = tuple(Chunk(60 + i, 0, (0,) * n, True) for i, n in enumerate(chunk_lens))
-        return StepInput((), (), tuple(range(decodes)), 9, 9, chunks)
-
-    assert graphs.size_of(step(40, [300])) is not None
-    assert graphs.size_of(step(41, [3])) is graphs.size_of(step(41, [])) is None
-    assert graphs.size_of(step(1, [301])) is None
-    assert graphs.size_of(step(1, [1] * CHUNK_COUNTS[-1])) is not None
-    assert graphs.size_of(step(1, [1] * (CHUNK_COUNTS[-1] + 1))) is None
-
-
-@pytest.mark.parametrize("most", [1, 15, 16, 17, 300, 2047, 2048, 5000])
-def test_sizes_of_chunks_end_at_the_most_and_waste_little(most: int) -> None:
-    found = chunk_sizes(most)
-    assert found == sorted(set(found))
-    assert found[-1] == min(most, MOST_CHUNK_TOKENS)
-    for tokens in range(17, found[-1] + 1):
-        assert next(size for size in found if size >= tokens) <= max(2 * tokens, tokens + 16)
-    assert chunk_sizes(0) == []
-
-
-def test_small_models_have_graphs_of_longer_chunks() -> None:
-    """Qwen3's 0.6B, 8B and 32B: a layer of the last keeps a GPU busy longer than its launches take."""
-    assert [most_chunk_tokens(n) for n in (15_730_000, 192_900_000, 487_600_000)] == [2048, 1036, 410]

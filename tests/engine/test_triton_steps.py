@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.execution import cuda_graphs
+from engine.execution.graph_sizes import GraphSizes
 from tests.engine.checkpoints import QWEN3
 from tests.engine.cuda_on_cpu import RunAgain, replace_cuda
 
@@ -57,9 +59,8 @@ def outputs_of(
             runner.allocate_kv_cache(runner.num_kv_blocks)  # and graphs, now that nothing in a step waits
         elif graphs:
             state = runner.state
-            runner.graphs = RunAgain(
-                runner._run, runner._planner, 5, state.padding_slot, runner.device, most_chunk_tokens=20
-            )
+            sizes = GraphSizes(5, 20, 1000)
+            runner.graphs = RunAgain(runner._run, runner._planner, sizes, state.padding_slot, runner.device)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         assert runner.state.num_computed[runner.state.padding_slot] == -1
         assert (runner.graphs is not None and runner.graphs.num_captures > 1) is graphs
@@ -86,6 +87,7 @@ def test_eager_steps_pure_and_mixed(greedy, expected, overlap):
 
 def test_replays_with_padding(greedy, expected, monkeypatch):
     replace_cuda(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "CAPTURE_COST", 1.0)
     assert outputs_of(use_triton=True, graphs=True, greedy=greedy) == expected
 
 

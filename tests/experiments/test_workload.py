@@ -214,7 +214,8 @@ def test_a_gpu_is_warmed_up_by_whole_requests_since_graphs_are_captured_on_the_w
     assert [request.output_len for request in on_cpu] == [3, 4, 4]
     for warm in (on_gpu, on_cpu):
         assert [request.prompt for request in warm] == [request.prompt for request in requests]
-        assert {request.arrival_s for request in warm} == {Request([1], 1).arrival_s}
+    assert [request.arrival_s for request in on_gpu] == [5.0, 0.0, 0.0]  # batches as they will be timed
+    assert {request.arrival_s for request in on_cpu} == {0.0}
 
 
 def test_every_request_is_sampled_as_the_suite_was_told(clock: Clock) -> None:
