@@ -14,6 +14,9 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
+MAX_GRAPH_CHUNK_TOKENS = 2048
+"""Prompt tokens of a step that a CUDA graph holds, at most."""
+
 MAX_NUM_SEQS = 1 << 20
 """Every sequence that may run has a row of its own in tensors and lists on the host and the device."""
 
@@ -56,8 +59,11 @@ class EngineConfig:
         for name in ("num_kv_blocks", "max_model_len"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
-        if isinstance(self.graph_chunk_tokens, bool) or self.graph_chunk_tokens not in ("auto", 0):
-            _check_count("graph_chunk_tokens", self.graph_chunk_tokens, ", 0 or 'auto'")
+        most = self.graph_chunk_tokens
+        if most != "auto" and (type(most) is not int or not 0 <= most <= MAX_GRAPH_CHUNK_TOKENS):
+            raise ValueError(
+                f"graph_chunk_tokens must be 'auto' or an integer from 0 to {MAX_GRAPH_CHUNK_TOKENS}, got {most!r}"
+            )
         if self.max_num_seqs > MAX_NUM_SEQS:
             raise ValueError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
         flags = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "record_token_times")
@@ -161,9 +167,9 @@ def _device(name: Any) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_count(name: str, value: object, otherwise: str = "") -> None:
+def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1{otherwise}, got {value!r}")
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -175,6 +175,7 @@ COLUMNS = {
     "total_tok_s": "float64",  # prompt and output tokens over the whole elapsed time
     "num_requests": "Int64",
     "num_failed": "Int64",
+    "graph_captures": "Int64",  # CUDA graphs that were captured meanwhile, each for as long as several steps take
     **{f"{name}_ms_p{p}": "float64" for name in ("ttft", "tpot", "itl", "latency") for p in PERCENTILES},
 }
 

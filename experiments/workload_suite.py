@@ -120,17 +120,21 @@ class WorkloadSuite(Suite):
             record_token_times=True,
             **self.engine_options,
         ) as engine:
-            for phase in self.phases(params, setup.model_config.vocab_size, self.draws(point, context))[:1]:
-                requests = warm_up(phase.requests, context.device.type)
+            phases = self.phases(params, setup.model_config.vocab_size, self.draws(point, context))
+            engine.llm.runner.capture_at_once(True)
+            for requests in warm_up(phases, context.device.type):
                 workload.serve(engine.llm, requests, sampling=sampling)
+            engine.llm.runner.capture_at_once(False)
             rng = self.draws(point, context)
             for number in range(params["rounds"]):
                 for phase in self.phases(params, setup.model_config.vocab_size, rng):
                     engine.llm.reset_prefix_cache()
                     if phase.prime:
                         workload.serve(engine.llm, phase.prime, sampling=sampling)
+                    captures = engine.num_captures()
                     run = workload.serve(engine.llm, phase.requests, sampling=sampling)
                     columns = engine.columns | engine.peak_memory() | dict(phase.columns)
+                    columns["graph_captures"] = engine.num_captures() - captures
                     rows.append(
                         self._row(point, context, setup, run, params["first_round"] + number, columns)
                     )
@@ -171,15 +175,21 @@ class WorkloadSuite(Suite):
         return summarise(rows, medians=medians, intervals=PLOTTED)
 
 
-def warm_up(requests: Sequence[Request], device_type: str) -> list[Request]:
-    """What is served untimed before the first round: all its requests, on a GPU as they come in the round.
+def warm_up(phases: Sequence[Phase], device_type: str) -> list[list[Request]]:
+    """What is served untimed before the first round, one list after another.
 
-    There to their ends, or WARM_TOKENS: a CUDA graph is captured when its batch size or plan of attention occurs, while
-    requests come and end and contexts grow. Elsewhere a few tokens, all at once, compile everything.
+    On a GPU all that a round serves, as it comes there and to its end, or WARM_TOKENS: a CUDA graph is captured when a
+    batch of its size and plan of attention occurs, while requests come and end and contexts grow. Elsewhere a few
+    tokens of the first phase, all at once, compile everything.
     """
-    if device_type == "cuda":
-        return [replace(request, output_len=min(request.output_len, WARM_TOKENS)) for request in requests]
-    return [Request(request.prompt, min(request.output_len, 4)) for request in requests]
+    if device_type != "cuda":
+        return [[Request(request.prompt, min(request.output_len, 4)) for request in phases[0].requests]]
+    return [
+        [replace(request, output_len=min(request.output_len, WARM_TOKENS)) for request in requests]
+        for phase in phases
+        for requests in (phase.prime, phase.requests)
+        if requests
+    ]
 
 
 def workload_cost(config: ModelConfig, run: WorkloadRun, tp: int, dtype: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -44,14 +45,16 @@ class StepGraphs:
 
     Padding rows name the padding slot, so they write no KV and change no sequence. A capture follows a run of the same
     work outside the graph, which compiles and loads every kernel, on padding rows only. A graph holds for a size, a
-    sampling kind and a plan of attention; a plan follows the bucket of the contexts' lengths, and buckets that lead to
-    the same calls share a graph. All graphs share one memory pool, since one runs at a time, and one buffer for logits:
-    what a graph kept of its own would be lost to the others, and there are graphs of every size, kind and plan.
+    sampling kind and a plan of attention; a plan follows the bucket of the contexts' lengths, with 0 for padding, and
+    buckets that lead to the same calls share a graph. All graphs share one memory pool, since one runs at a time, and
+    one buffer for logits: what a graph kept of its own would be lost to the others, and there are graphs of every size,
+    kind and plan.
 
     Graphs of decode rows alone are captured when they first occur; of more than MOST_PLANS of a size and kind, the one
     least recently used is dropped. With chunks there are many sizes, most of which occur seldom: one is captured when,
     had it been there, it would have saved what the capture takes. Until then the step runs by a graph of a coarser size
-    or without one. MOST_CHUNK_GRAPHS are kept.
+    or without one. MOST_CHUNK_GRAPHS are kept. What runs once, to warm up or to be checked, sets capture_cost to 0:
+    then each is captured when it first occurs.
     """
 
     def __init__(
@@ -60,12 +63,15 @@ class StepGraphs:
         planner: DecodePlanner,
         sizes: GraphSizes,
         padding_slot: int,
+        max_model_len: int,
         device: torch.device,
     ) -> None:
         self.sizes = sizes
+        self.capture_cost = CAPTURE_COST
         self._run = run
         self._planner = planner
         self._padding_slot = padding_slot
+        self._max_model_len = max_model_len
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[StepSize, SamplingKind], OrderedDict[Hashable, _Graph]] = {}
@@ -75,17 +81,13 @@ class StepGraphs:
         self._loaded: tuple[_Graph, StepInput] | None = None
         self.num_captures = 0
 
-    def replay(
-        self, step: StepInput, kind: SamplingKind, contexts: ContextBucket
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def replay(self, step: StepInput, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(token_ids [rows], logits [rows, vocab_size]) of the rows that a step samples, until the next replay.
 
-        None if the step has no graph: nothing has run then. The logits are None unless kind.any_logits. contexts: no
-        decode row's context is longer than its max_context_len.
+        None if the step has no graph: nothing has run then. The logits are None unless kind.any_logits.
         """
-        sizes = self.sizes.holding(step)
         find = self._find_with_chunks if step.chunks else self._find_or_capture
-        captured = find(sizes, kind, contexts)
+        captured = find(step, kind)
         if captured is None:
             return None
         if not self._is_loaded(captured, step):
@@ -96,11 +98,21 @@ class StepGraphs:
         num_rows, logits = len(step.sampled_slots), captured.logits
         return captured.token_ids[:num_rows], None if logits is None else logits[:num_rows]
 
-    def capture_largest(self, kind: SamplingKind, contexts: ContextBucket) -> None:
+    @contextmanager
+    def captured_at_once(self) -> Iterator[None]:
+        """What has no graph gets one when it is first replayed."""
+        before, self.capture_cost = self.capture_cost, 0.0
+        try:
+            yield
+        finally:
+            self.capture_cost = before
+
+    def capture_largest(self, kind: SamplingKind) -> None:
         """Capture the largest step with chunks, for what it takes."""
-        size = self.sizes.largest_with_chunks
+        size, longest = self.sizes.largest_with_chunks, self._max_model_len
         if size is not None:
-            self._capture(size, kind, self._plan(size, contexts))
+            plan = self._planner.plan(size.decodes, ContextBucket.of(longest, longest, longest))
+            self._capture(size, kind, plan)
 
     def _is_loaded(self, captured: _Graph, step: StepInput) -> bool:
         """Whether the rows of a graph are those of this step: decode rows change seldom."""
@@ -108,16 +120,18 @@ class StepGraphs:
             return False
         return self._loaded[0] is captured and self._loaded[1].decode_slots == step.decode_slots
 
-    def _plan(self, size: StepSize, contexts: ContextBucket) -> DecodePlan | None:
-        return self._planner.plan(size.decodes, contexts) if size.decodes else None
-
-    def _find_or_capture(
-        self, sizes: Sequence[StepSize], kind: SamplingKind, contexts: ContextBucket
-    ) -> _Graph | None:
-        if not sizes:
+    def _plan(self, size: StepSize, step: StepInput) -> DecodePlan | None:
+        if not size.decodes:
             return None
-        size = sizes[0]
-        plan = self._planner.plan(size.decodes, contexts)
+        mean = step.mean_decode_context * len(step.decode_slots) // size.decodes
+        contexts = ContextBucket.of(step.max_decode_context, mean, self._max_model_len)
+        return self._planner.plan(size.decodes, contexts)
+
+    def _find_or_capture(self, step: StepInput, kind: SamplingKind) -> _Graph | None:
+        size = next(iter(self.sizes.holding(step)), None)
+        plan = None if size is None else self._plan(size, step)
+        if size is None or plan is None:
+            return None
         graphs = self._graphs.setdefault((size, kind), OrderedDict())
         if plan.key not in graphs:
             graphs[plan.key] = self._capture(size, kind, plan)  # which waits until no graph runs
@@ -126,17 +140,16 @@ class StepGraphs:
         graphs.move_to_end(plan.key)
         return graphs[plan.key]
 
-    def _find_with_chunks(
-        self, sizes: Sequence[StepSize], kind: SamplingKind, contexts: ContextBucket
-    ) -> _Graph | None:
+    def _find_with_chunks(self, step: StepInput, kind: SamplingKind) -> _Graph | None:
         """The graph of the least size that there is, or that is worth its capture now."""
-        graphs, plans = self._chunk_graphs, [self._plan(size, contexts) for size in sizes]
+        graphs, sizes = self._chunk_graphs, self.sizes.holding(step)
+        plans = [self._plan(size, step) for size in sizes]
         keys = [(size, kind, None if plan is None else plan.key) for size, plan in zip(sizes, plans)]
         rows = next((size.rows for size, key in zip(sizes, keys) if key in graphs), None)
         for size, plan, key in zip(sizes, plans, keys):
             if key not in graphs:
                 self._missed[key] += 1.0 if rows is None else (rows - size.rows) / self.sizes.launch_rows
-                if self._missed[key] < CAPTURE_COST:
+                if self._missed[key] < self.capture_cost:
                     continue
                 del self._missed[key]
                 graphs[key] = self._capture(size, kind, plan)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from engine.config import MAX_GRAPH_CHUNK_TOKENS
 from engine.execution.step_rows import StepSize
 from engine.scheduling.step import StepInput
 
 LAUNCH_WEIGHTS = 2e11
 """Weights times rows of a layer whose products take a GPU as long as the host takes to launch the layer: some 0.7 ms
 on the host (a dozen launches), at two FLOPs each and 600 TFLOP/s."""
-
-MOST_CHUNK_TOKENS = 2048
-"""Prompt tokens that a graph holds, at most."""
 
 CHUNK_COUNTS = (1, 4, 16)
 """Chunks that a graph holds. Programs of the attention of chunks that are not there end at once, but they start."""
@@ -29,10 +27,10 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 class GraphSizes:
-    """Steps of up to 512 decode rows, and of those with up to most_chunk_tokens prompt tokens.
+    """Steps of up to 512 decode rows, and of those with up to 16 chunks of most_chunk_tokens prompt tokens together.
 
     With chunks there are two grains. The few coarse sizes hold most steps, and are soon captured; the many fine ones
-    are for steps that recur. launch_rows: see the function of that name; a coarse size has hardly more rows.
+    are for steps that recur. launch_rows: see the function of that name; a coarse size has at most a quarter more rows.
     """
 
     def __init__(self, max_num_seqs: int, most_chunk_tokens: int, launch_rows: int) -> None:
@@ -40,10 +38,10 @@ class GraphSizes:
         self._decodes = decode_sizes(max_num_seqs)
         self._fine_decodes = [0, *_up_to(max_num_seqs, (4, 16, 64, 256, 512))]
         self._coarse_decodes = _up_to(max_num_seqs, (16, 512))
-        most = min(most_chunk_tokens, MOST_CHUNK_TOKENS)
-        fine = (16, 32, 64, 96, 128, 192, *range(256, MOST_CHUNK_TOKENS + 1, 256))
+        most = min(most_chunk_tokens, MAX_GRAPH_CHUNK_TOKENS)
+        fine = (16, 32, 64, 96, 128, 192, *range(256, MAX_GRAPH_CHUNK_TOKENS + 1, 256))
         self._fine_tokens = _up_to(most, fine) if most else []
-        self._coarse_tokens = _up_to(most, (256, 1024, MOST_CHUNK_TOKENS)) if most else []
+        self._coarse_tokens = _up_to(most, (256, 1024, MAX_GRAPH_CHUNK_TOKENS)) if most else []
 
     @property
     def most_decodes(self) -> int:

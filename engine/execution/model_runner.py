@@ -16,7 +16,7 @@ from engine.execution import kv_cache
 from engine.execution.all_reduce_choice import choose_all_reduce
 from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKind
 from engine.execution.collective_timer import CollectiveTimer
-from engine.execution.cuda_graphs import StepGraphs
+from engine.execution.cuda_graphs import CAPTURE_COST, StepGraphs
 from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
 from engine.execution.device_clock import DeviceClock
 from engine.execution.graph_sizes import GraphSizes, decode_sizes, launch_rows
@@ -128,11 +128,18 @@ class ModelRunner:
             "prefill_attention": self.kernels.prefill.name,
             "use_triton": self.kernels.use_triton,
             "uses_cuda_graphs": self.uses_cuda_graphs,
+            "num_captures": 0 if self.graphs is None else self.graphs.num_captures,
             "all_reduce": "torch" if self.group.small_all_reduce is None else "one_shot",
             "load_s": self.load_s,
             "host_peak_bytes": _host_peak_bytes(),
             "device_peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else None,
         }
+
+    def capture_at_once(self, at_once: bool) -> None:
+        """Whether each CUDA graph is captured when it first occurs, as what is to be checked or warmed up needs it, or
+        when it is worth it: see StepGraphs."""
+        if self.graphs is not None:
+            self.graphs.capture_cost = 0.0 if at_once else CAPTURE_COST
 
     def start_collective_timer(self) -> None:
         """Time this rank's collectives from now on."""
@@ -213,8 +220,8 @@ class ModelRunner:
         """Blocks this rank can hold: num_kv_blocks if given, else what memory allows, else the default for a CPU.
 
         On a GPU that is gpu_memory_utilization of its memory, less what others use, weights, and the measured peak
-        of the largest step that max_num_batched_tokens and max_num_seqs allow and of the largest decode graph. On a
-        CPU it is CPU_KV_BYTES. Never more than max_num_seqs sequences of max_model_len can use.
+        of the largest step that max_num_batched_tokens and max_num_seqs allow and of the largest graphs. On a CPU it
+        is CPU_KV_BYTES. Never more than max_num_seqs sequences of max_model_len can use.
         """
         if self.config.num_kv_blocks is not None:
             return self.config.num_kv_blocks
@@ -251,7 +258,14 @@ class ModelRunner:
         )
 
     def _new_graphs(self) -> StepGraphs:
-        return StepGraphs(self._run, self._planner, self._graph_sizes(), self.state.padding_slot, self.device)
+        return StepGraphs(
+            self._run,
+            self._planner,
+            self._graph_sizes(),
+            self.state.padding_slot,
+            self.max_model_len,
+            self.device,
+        )
 
     def _graph_sizes(self) -> GraphSizes:
         rows = launch_rows(sum(weight.numel() for weight in self.model.layers[0].parameters()))
@@ -289,9 +303,8 @@ class ModelRunner:
         for mean in (longest, longest // MOST_RAGGED):
             # Every replay counts a token more, and the prompts before may have left room for less than that.
             self.state.num_computed[: len(slots)] = 0
-            step = StepInput((), (), slots, longest, mean, ())
-            self.graphs.replay(step, kind, self._contexts(step))
-        self.graphs.capture_largest(kind, self._contexts(step))
+            self.graphs.replay(StepInput((), (), slots, longest, mean, ()), kind)
+        self.graphs.capture_largest(kind)
 
     def _largest_step(self) -> StepInput:
         """Prompts that fill the token budget, every one sampled with top-k and top-p, its log-probability asked for."""
@@ -321,6 +334,12 @@ class ModelRunner:
             if reason is not None:
                 name = getattr(self.kernels, field.removesuffix("_attention")).name
                 raise ValueError(f"{field} {name!r} cannot run this model: {reason}")
+        most = self.config.graph_chunk_tokens
+        if most not in ("auto", 0) and self.uses_cuda_graphs and not self.kernels.prefill.capturable:
+            name = self.kernels.prefill.name
+            raise ValueError(
+                f"graph_chunk_tokens is {most}, and no CUDA graph can hold prefill_attention {name!r}"
+            )
         if self.kernels.persistent_layers:
             reason = (
                 unsupported_block_size(self.shape.block_size) or layer_shape(self.model_config).unsupported()
@@ -348,18 +367,16 @@ class ModelRunner:
         self.state.apply(step)
         sampled = step.sampled_slots
         kind = self.state.sampling_kind(sampled)
-        replayed = None if self.graphs is None else self.graphs.replay(step, kind, self._contexts(step))
+        replayed = None if self.graphs is None else self.graphs.replay(step, kind)
         token_ids, logits = self._run_eagerly(step, kind) if replayed is None else replayed
         return PendingTokens(token_ids, logits, self.state.num_logprobs(sampled), span)
 
     def _run_eagerly(self, step: StepInput, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
         size = StepSize.of(step)
         (rows,) = upload(self.device, lay_out(step, size, self.state.padding_slot))
-        plan = self._planner.plan(size.decodes, self._contexts(step)) if size.decodes else None
+        contexts = ContextBucket.of(step.max_decode_context, step.mean_decode_context, self.max_model_len)
+        plan = self._planner.plan(size.decodes, contexts) if size.decodes else None
         return self._run(StepRows.view(rows, size), kind, plan)
-
-    def _contexts(self, step: StepInput) -> ContextBucket:
-        return ContextBucket.of(step.max_decode_context, step.mean_decode_context, self.max_model_len)
 
     def _run(
         self, rows: StepRows, kind: SamplingKind, plan: DecodePlan | None
@@ -422,9 +439,9 @@ class ModelRunner:
         """[len(token_ids) - num_prompt_tokens, vocab_size] fp32: the logits before each token after the prompt.
 
         The prompt runs as prefill chunks, every later token as a decode step, with this engine's own kernels, and its
-        graphs if it has them and eager is False. Uses slot 0: no request may be running.
+        graphs where it can have them and eager is False. Uses slot 0: no request may be running.
         """
-        budget = self.config.max_num_batched_tokens
+        budget, graphs = self.config.max_num_batched_tokens, None if eager else self.graphs
         self.state.apply(
             StepInput(
                 (SlotSetting(0, 0.0, 0, 1.0, 0, None),), (NewBlocks(0, 0, tuple(block_table)),), (), 0, 0, ()
@@ -434,18 +451,21 @@ class ModelRunner:
         for start in range(0, num_prompt_tokens, budget):
             end = min(start + budget, num_prompt_tokens)
             chunk = Chunk(0, start, tuple(token_ids[start:end]), end == num_prompt_tokens)
-            step = StepInput((), (), (), 0, 0, (chunk,))
-            rows.append(self._run_eagerly(step, SamplingKind())[1].float())
+            rows.append(self._logits_of(StepInput((), (), (), 0, 0, (chunk,)), graphs))
         for position in range(num_prompt_tokens, len(token_ids) - 1):
             self.state.newest[0] = token_ids[position]
-            step = StepInput((), (), (0,), position + 1, position + 1, ())
-            replayed = None
-            if self.graphs is not None and not eager:
-                replayed = self.graphs.replay(step, SamplingKind(any_logits=True), self._contexts(step))
-            logits = (replayed or self._run_eagerly(step, SamplingKind()))[1]
-            assert logits is not None
-            rows.append(logits.to(torch.float32, copy=True))  # the next replay writes over them
+            rows.append(self._logits_of(StepInput((), (), (0,), position + 1, position + 1, ()), graphs))
         return torch.cat(rows)
+
+    def _logits_of(self, step: StepInput, graphs: StepGraphs | None) -> torch.Tensor:
+        """[rows, vocab_size] fp32, which no later step overwrites."""
+        replayed = None
+        if graphs is not None:
+            with graphs.captured_at_once():
+                replayed = graphs.replay(step, SamplingKind(any_logits=True))
+        logits = (replayed or self._run_eagerly(step, SamplingKind()))[1]
+        assert logits is not None  # the kind asks for them
+        return logits.to(torch.float32, copy=True)
 
 
 def _host_peak_bytes() -> int:

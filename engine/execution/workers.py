@@ -185,6 +185,10 @@ class Workers:
         """Every rank's ModelRunner.report() as it is now, in rank order."""
         return self.call("report", all_answer=True)
 
+    def capture_at_once(self, at_once: bool) -> None:
+        """See ModelRunner: of every rank."""
+        self.call("capture_at_once", at_once)
+
     def start_collective_timer(self) -> None:
         """As ModelRunner's, on every rank."""
         self.call("start_collective_timer")

@@ -78,7 +78,7 @@ class Attention(nn.Module):
         """Write the tokens' KV, then attend to it.
 
         hidden [tokens, hidden_size]; positions [tokens] int64; kv_cache [2, num_blocks, block_size, num_kv_heads,
-        head_dim], this layer's. Returns [tokens, hidden_size]; padding tokens attend to nothing.
+        head_dim], this layer's. Returns [tokens, hidden_size]; of padding tokens anything.
         """
         qkv = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=1)
         q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in qkv)

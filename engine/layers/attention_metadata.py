@@ -31,14 +31,14 @@ class KernelChoice:
 class AttentionMetadata:
     """Where the tokens of one forward pass read and write KV.
 
-    Tokens are ordered: one per decode row first, then the prefill chunks one after another, then padding if any.
+    Tokens are ordered: one per decode row first, then the prefill chunks one after another; either may end in padding.
 
     slot_mapping: [num_tokens] int64, where each token's KV is written (block * block_size + offset); -1 = padding.
     num_decodes: decode rows, each of one token: tokens 0 .. num_decodes.
     decode_block_table: [num_decodes, max_blocks] int32; entries past a row's context are never read.
     decode_context_lens: [num_decodes] int32, the new token included; 0 = padding row.
     decode_plan: options of the decode kernel's calls; decode_workspace: its scratch, or None.
-    num_prefill_tokens: tokens num_decodes .. num_decodes + num_prefill_tokens are prefill chunks.
+    num_prefill_tokens: tokens num_decodes .. num_decodes + num_prefill_tokens are prefill chunks, then their padding.
     prefill_block_table: [num_chunks, max_blocks] int32.
     prefill_context_lens: [num_chunks] int32, tokens of the sequence up to and including its chunk.
     query_start_loc: [num_chunks + 1] int32, chunk boundaries counted from the first prefill token.

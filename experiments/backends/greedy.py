@@ -67,14 +67,11 @@ class GreedyCheck:
 
 
 def check_greedy(llm: LLM, reference: GreedyReference, dtype: str) -> GreedyCheck:
-    """Generate the reference's prompts in one batch and compare each up to its first difference."""
-    from engine import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=len(reference.token_ids[0]), ignore_eos=True)
-    outputs = llm.generate(reference.prompts, params, use_tqdm=False)
+    """Generate the reference's prompts in one batch, which the last joins late; compare up to the first difference."""
     checked = excused = 0
-    for number, (output, expected, logits) in enumerate(zip(outputs, reference.token_ids, reference.logits)):
-        for position, (token, wanted) in enumerate(zip(output.token_ids, expected, strict=True)):
+    answers = _generate(llm, reference.prompts, len(reference.token_ids[0]))
+    for number, (answer, expected, logits) in enumerate(zip(answers, reference.token_ids, reference.logits)):
+        for position, (token, wanted) in enumerate(zip(answer, expected, strict=True)):
             checked += 1
             if token == wanted:
                 continue
@@ -88,6 +85,23 @@ def check_greedy(llm: LLM, reference: GreedyReference, dtype: str) -> GreedyChec
             excused += 1
             break
     return GreedyCheck(checked, excused, None)
+
+
+def _generate(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
+    """Greedy tokens of each; the last prompt comes while the others decode, so that steps of every kind are checked."""
+    from engine import SamplingParams
+
+    engine = llm.engine
+    tokens: dict[str, Sequence[int]] = {}
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    *first, last = [list(prompt) for prompt in prompts]
+    request_ids = [engine.add_request(prompt, params) for prompt in first]
+    for _ in range(2 if first else 0):
+        tokens |= {output.request_id: output.token_ids for output in engine.step_finished()}
+    request_ids.append(engine.add_request(last, params))
+    while engine.has_unfinished_requests():
+        tokens |= {output.request_id: output.token_ids for output in engine.step_finished()}
+    return [tokens[request_id] for request_id in request_ids]
 
 
 def check_last_token(llm: LLM, run: DecodeRun, dtype: str) -> str | None:

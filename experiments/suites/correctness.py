@@ -289,6 +289,7 @@ def _checked(
         # What these prompts can use and no more, so that there is room for the reference beside it.
         sizes["num_kv_blocks"] = sum(-(-(len(prompt) + output_len) // block_size) for prompt in prompts)
     with setup.open(**sizes) as llm:
+        llm.runner.capture_at_once(True)
         reason = _no_graphs(llm) if execution == "graph" else None
         if reason is not None:
             raise UnsupportedError(reason)

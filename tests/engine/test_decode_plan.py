@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +16,7 @@ from engine.execution.cuda_graphs import MOST_PLANS, StepGraphs
 from engine.execution.decode_plan import LEAST_BUCKET, MOST_RAGGED, ContextBucket, DecodePlanner
 from engine.execution.graph_sizes import GraphSizes
 from engine.execution.input_batch import AttentionShape
-from engine.execution.step_rows import StepSize
+from engine.scheduling.step import Chunk, StepInput
 from kernels import decode
 from tests.engine.checkpoints import QWEN3
 
@@ -92,26 +94,47 @@ class PlansOnly(StepGraphs):
         return plan
 
 
+def decodes(number, longest, mean=None):
+    return StepInput((), (), tuple(range(number)), longest, mean or longest, ())
+
+
 def test_graphs_are_captured_once_a_plan_and_the_least_recently_used_is_dropped(monkeypatch):
     monkeypatch.setattr(cuda_graphs.torch.cuda, "graph_pool_handle", lambda: None)
     planner = DecodePlanner(decode.get("torch"), SHAPE.decode_problem)
-    graphs = PlansOnly(lambda *_: None, planner, GraphSizes(8, 0, 1000), 8, torch.device("cpu"))
+    graphs = PlansOnly(lambda *_: None, planner, GraphSizes(8, 0, 1000), 8, 1 << 20, torch.device("cpu"))
     kind, other = SamplingKind(), SamplingKind(any_drawn=True)
-    one, two = [StepSize(1, samples=1)], [StepSize(2, samples=2)]
-    *most, last = [ContextBucket(512 << n, 512 << n) for n in range(MOST_PLANS + 1)]
-    for contexts in [*most, *most]:
-        assert graphs._find_or_capture(one, kind, contexts) is planner.plan(1, contexts)
+    *most, last = [512 << n for n in range(MOST_PLANS + 1)]
+    for longest in [*most, *most]:
+        plan = planner.plan(1, ContextBucket(longest, longest))
+        assert graphs._find_or_capture(decodes(1, longest), kind) is plan
     assert graphs.num_captures == MOST_PLANS
-    graphs._find_or_capture(one, other, last)
-    graphs._find_or_capture(two, kind, last)
+    graphs._find_or_capture(decodes(1, last), other)
+    graphs._find_or_capture(decodes(2, last), kind)
     assert graphs.num_captures == MOST_PLANS + 2
-    graphs._find_or_capture(one, kind, most[0])
-    graphs._find_or_capture(one, kind, last)  # most[1] has to go
+    graphs._find_or_capture(decodes(1, most[0]), kind)
+    graphs._find_or_capture(decodes(1, last), kind)  # most[1] has to go
     assert graphs.num_captures == MOST_PLANS + 3
-    graphs._find_or_capture(one, kind, most[0])
+    graphs._find_or_capture(decodes(1, most[0]), kind)
     assert graphs.num_captures == MOST_PLANS + 3
-    graphs._find_or_capture(one, kind, most[1])
+    graphs._find_or_capture(decodes(1, most[1]), kind)
     assert graphs.num_captures == MOST_PLANS + 4
+
+
+@pytest.mark.parametrize(("real", "chunks", "planned"), [(5, 0, 8), (1, 1, 4), (5, 1, 16), (17, 1, 64)])
+def test_attention_is_planned_for_the_rows_that_are_not_padding(monkeypatch, real, chunks, planned):
+    """One row of 131,072 tokens in a graph of four is a ragged batch: planned as four such rows it took 2.4 times as
+    long by the cost model, since it was split less."""
+    monkeypatch.setattr(cuda_graphs.torch.cuda, "graph_pool_handle", lambda: None)
+    limit = 1 << 17
+    planner = DecodePlanner(decode.get("torch"), SHAPE.decode_problem)
+    graphs = PlansOnly(lambda *_: None, planner, GraphSizes(64, 32, 1000), 64, limit, torch.device("cpu"))
+    graphs.capture_cost = 0.0
+    step = replace(decodes(real, limit), chunks=(Chunk(99, 0, (1, 2), True),) * chunks)
+    find = graphs._find_with_chunks if chunks else graphs._find_or_capture
+    problem = find(step, SamplingKind()).problem
+    assert problem.batch_size == planned
+    assert problem.max_context_len == limit
+    assert real * limit <= planned * (problem.mean_context_len or limit) < 2 * real * limit
 
 
 def test_the_decode_kernel_is_planned_for_the_mean_context(monkeypatch):

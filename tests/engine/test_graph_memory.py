@@ -9,7 +9,7 @@ import torch
 
 from engine.execution.batch_state import BatchState, SamplingKind
 from engine.execution.cuda_graphs import StepGraphs
-from engine.execution.decode_plan import ContextBucket, DecodePlanner
+from engine.execution.decode_plan import DecodePlanner
 from engine.execution.graph_sizes import GraphSizes
 from engine.scheduling.step import Chunk, SlotSetting, StepInput
 from kernels import decode
@@ -17,7 +17,6 @@ from tests.engine.cuda_on_cpu import replace_cuda
 from tests.engine.test_decode_plan import SHAPE
 
 VOCAB, LARGEST = 50, 8
-SHORT = ContextBucket(256, 256)
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
         return torch.zeros(num_rows, dtype=torch.int64), logits
 
     planner = DecodePlanner(decode.get("torch"), SHAPE.decode_problem)
-    return StepGraphs(run, planner, GraphSizes(LARGEST, 64, 1000), LARGEST, torch.device("cpu"))
+    return StepGraphs(run, planner, GraphSizes(LARGEST, 64, 1000), LARGEST, 4096, torch.device("cpu"))
 
 
 def decodes(number: int) -> StepInput:
@@ -39,7 +38,7 @@ def decodes(number: int) -> StepInput:
 
 
 def logits_of(graphs: StepGraphs, step: StepInput, kind: SamplingKind) -> torch.Tensor | None:
-    replayed = graphs.replay(step, kind, SHORT)
+    replayed = graphs.replay(step, kind)
     assert replayed is not None
     return replayed[1]
 
@@ -62,7 +61,7 @@ def test_logits_that_somebody_reads_share_one_buffer(graphs: StepGraphs) -> None
     assert graphs.num_captures == 6
     chunks = tuple(Chunk(8 + i, 0, (1, 2, 3), True) for i in range(16))
     with_chunks = replace(decodes(LARGEST), chunks=chunks)
-    while graphs.replay(with_chunks, kind, SHORT) is None:
+    while graphs.replay(with_chunks, kind) is None:
         assert graphs.num_captures == 6
     logits = logits_of(graphs, with_chunks, kind)
     assert logits is not None

@@ -83,7 +83,6 @@ def test_replays_give_the_tokens_of_eager_steps(
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_PLANS", 2)
     monkeypatch.setattr(cuda_graphs, "MOST_CHUNK_GRAPHS", 5)
-    monkeypatch.setattr(cuda_graphs, "CAPTURE_COST", 1.2)
     arrivals = requests(max_num_seqs)
     with LLM(MODEL, num_kv_blocks=400, max_model_len=LENGTH, overlap_scheduling=False, **OPTIONS) as llm:
         expected = run(llm, arrivals)
@@ -99,7 +98,10 @@ def test_replays_give_the_tokens_of_eager_steps(
     ) as llm:
         runner = llm.runner
         sizes = GraphSizes(max_num_seqs, most_chunk_tokens, launch_rows=400)
-        graphs = RunAgain(runner._run, runner._planner, sizes, runner.state.padding_slot, runner.device)
+        graphs = RunAgain(
+            runner._run, runner._planner, sizes, runner.state.padding_slot, LENGTH, runner.device
+        )
+        graphs.capture_cost = 1.2
         runner.graphs = graphs
         # Unwritten memory, and blocks of no request, must not matter.
         runner.kv_cache.fill_(float("nan"))

@@ -7,17 +7,20 @@ import random
 import pytest
 import torch
 
+from engine import LLM
+from engine.config import MAX_GRAPH_CHUNK_TOKENS
 from engine.execution import cuda_graphs
 from engine.execution.batch_state import SamplingKind
 from engine.execution.cuda_graphs import CAPTURE_COST, StepGraphs
-from engine.execution.decode_plan import ContextBucket, DecodePlanner
-from engine.execution.graph_sizes import CHUNK_COUNTS, MOST_CHUNK_TOKENS, GraphSizes, launch_rows
+from engine.execution.decode_plan import DecodePlanner
+from engine.execution.graph_sizes import CHUNK_COUNTS, GraphSizes, launch_rows
+from engine.execution.model_runner import ModelRunner
 from engine.execution.step_rows import StepSize, lay_out
 from engine.scheduling.step import Chunk, StepInput
 from kernels import decode
+from tests.engine.checkpoints import QWEN3
 from tests.engine.test_decode_plan import SHAPE
 
-CONTEXTS = ContextBucket(256, 256)
 KIND = SamplingKind()
 
 
@@ -83,10 +86,10 @@ def test_a_step_that_is_too_large_has_no_graph() -> None:
 @pytest.mark.parametrize("most", [1, 15, 16, 17, 300, 2047, 2048, 5000])
 def test_sizes_of_chunks_end_at_the_most_and_waste_little(most: int) -> None:
     sizes = GraphSizes(8, most, 10_000)
-    for tokens in range(1, min(most, MOST_CHUNK_TOKENS) + 1):
+    for tokens in range(1, min(most, MAX_GRAPH_CHUNK_TOKENS) + 1):
         least = sizes.holding(step_of(0, tokens))[0]
         assert tokens <= least.tokens <= min(most, max(2 * tokens, 16))
-    assert not sizes.holding(step_of(0, min(most, MOST_CHUNK_TOKENS) + 1))
+    assert not sizes.holding(step_of(0, min(most, MAX_GRAPH_CHUNK_TOKENS) + 1))
     assert sizes.largest_with_chunks == StepSize(8, min(most, 2048), 16, 24, min(most, 2048))
 
 
@@ -106,14 +109,14 @@ class SizesOnly(StepGraphs):
         return size
 
     def find(self, step: StepInput) -> StepSize | None:
-        return self._find_with_chunks(self.sizes.holding(step), KIND, CONTEXTS)
+        return self._find_with_chunks(step, KIND)
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> SizesOnly:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     planner = DecodePlanner(decode.get("torch"), SHAPE.decode_problem)
-    return SizesOnly(lambda *_: None, planner, GraphSizes(256, 2048, 4000), 256, torch.device("cpu"))
+    return SizesOnly(lambda *_: None, planner, GraphSizes(256, 2048, 4000), 256, 4096, torch.device("cpu"))
 
 
 def test_a_step_that_recurs_is_captured_when_launches_have_taken_what_a_capture_takes(graphs) -> None:
@@ -149,13 +152,42 @@ def test_a_size_that_recurs_gets_its_own_graph_when_it_has_wasted_a_capture(grap
 
 def test_the_least_recently_used_graph_is_dropped(graphs, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_CHUNK_GRAPHS", 2)
-    monkeypatch.setattr(cuda_graphs, "CAPTURE_COST", 1.0)
+    graphs.sizes = GraphSizes(256, 2048, launch_rows=1)  # no coarse size is worth it
     first, second, third = step_of(0, 16), step_of(0, 500), step_of(0, 2000)
-    for step in (first, second, first, third):  # second has to go
+
+    def find(step: StepInput) -> int:
+        """Steps until it has a graph of its own."""
+        for steps in range(1, 10):
+            if graphs.find(step) == graphs.sizes.holding(step)[0]:
+                return steps
+        raise AssertionError("never captured")
+
+    graphs.capture_cost = 2.0
+    assert [find(step) for step in (first, second, first, third)] == [2, 2, 1, 2]  # second has to go
+    assert [find(first), find(third)] == [1, 1]
+    assert graphs.num_captures == 3
+    assert find(second) == 2  # dropped, it has to be worth it again
+    assert graphs.num_captures == 4
+
+
+def test_what_warms_up_or_checks_has_every_graph_at_once(graphs) -> None:
+    graphs.capture_cost = 0.0
+    for step in (step_of(3, 20), step_of(3, 40), step_of(0, 2000)):
         assert graphs.find(step) == graphs.sizes.holding(step)[0]
     assert graphs.num_captures == 3
-    graphs.find(first)
-    graphs.find(third)
-    assert graphs.num_captures == 3
-    graphs.find(second)
-    assert graphs.num_captures == 4
+
+
+def test_the_largest_step_with_chunks_is_captured_for_what_it_takes(graphs, monkeypatch) -> None:
+    captured = []
+    monkeypatch.setattr(graphs, "_capture", lambda size, kind, plan: captured.append((size, plan.problem)))
+    graphs.capture_largest(KIND)
+    ((size, problem),) = captured
+    assert size == graphs.sizes.largest_with_chunks
+    assert (problem.batch_size, problem.max_context_len) == (256, 4096)
+
+
+def test_chunks_that_no_graph_can_hold_are_refused_by_name(monkeypatch) -> None:
+    options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True, "num_kv_blocks": 8}
+    monkeypatch.setattr(ModelRunner, "uses_cuda_graphs", True)
+    with pytest.raises(ValueError, match=r"graph_chunk_tokens is 64, .* prefill_attention 'torch'"):
+        LLM(QWEN3, graph_chunk_tokens=64, prefill_attention="torch", **options)

@@ -257,10 +257,12 @@ def test_a_mapping_with_dummy_weights_runs_and_repeats():
         ({"max_model_len": 10_000}, r"max_model_len is 10000, the model's max_position_embeddings is 512"),
         ({"scheduling": "fifo"}, r"scheduling must be one of mixed, prefill_first, got 'fifo'"),
         ({"load_format": "pt"}, r"load_format must be one of auto, dummy, got 'pt'"),
-        ({"graph_chunk_tokens": -1}, r"graph_chunk_tokens must be an integer >= 1, 0 or 'auto', got -1"),
-        (
-            {"graph_chunk_tokens": False},
-            r"graph_chunk_tokens must be an integer >= 1, 0 or 'auto', got False",
+        *(
+            (
+                {"graph_chunk_tokens": most},
+                rf"graph_chunk_tokens must be 'auto' or an integer from 0 to 2048, got {most}",
+            )
+            for most in (-1, 2049, False, 0.0)
         ),
         ({"layer_fusion": "auto"}, r"layer_fusion must be one of off, persistent, got 'auto'"),
         ({"tensor_parallel_size": 9}, r"tensor_parallel_size must be at most 8, got 9"),

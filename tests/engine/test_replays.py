@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +18,14 @@ class OneBuffer:
     """Replays as StepGraphs does: eager steps whose logits land in one and the same tensor."""
 
     sizes = SimpleNamespace(most_decodes=1)
-    capture_largest = staticmethod(lambda kind, contexts: None)
+    capture_largest = staticmethod(lambda kind: None)
+    captured_at_once = staticmethod(contextlib.nullcontext)
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._logits: torch.Tensor | None = None
 
-    def replay(
-        self, step: StepInput, kind: SamplingKind, contexts: Any
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def replay(self, step: StepInput, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor] | None:
         if step.chunks:
             return None
         token_ids, logits = self._runner._run_eagerly(step, kind)

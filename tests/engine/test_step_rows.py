@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.execution.batch_state import BatchState
+from engine.execution.input_batch import ChunkRows
 from engine.execution.step_rows import EMPTY_STEP, StepRows, StepSize, lay_out
 from engine.scheduling.step import Chunk, StepInput
 
@@ -52,7 +54,9 @@ def test_rows_are_those_of_the_step_and_then_padding(data: st.DataObject, step: 
         for i, token in enumerate(chunk.token_ids)
     }
     assert written == expected
-    assert int((chunks.positions >= 0).sum()) == len(expected)
+    is_padding = chunks.positions < 0
+    assert size.tokens - int(is_padding.sum()) == len(expected)
+    assert set(chunks.token_ids[is_padding].tolist()) <= {0}  # each has a row of the embedding
 
     ends = dict(zip(chunks.slots.tolist(), chunks.ends.tolist()))
     assert ends.pop(PADDING, -1) == -1
@@ -88,3 +92,20 @@ def test_an_empty_step_is_all_padding() -> None:
     assert set(rows.sampled_slots.tolist()) == {PADDING}
     assert set(rows.chunks.positions.tolist()) == {-1}
     assert not rows.chunks.query_start_loc.any()
+
+
+def test_chunks_become_rows_whose_padding_writes_no_kv_and_has_no_context() -> None:
+    state = BatchState(4, 3, 100, torch.device("cpu"))
+    state.block_table[1] = torch.tensor([7, 5, 6])
+    step = StepInput((), (), (0,), 9, 9, (Chunk(1, 3, (11, 12), True),))
+    size = StepSize(2, 4, 3, samples=5, max_query_len=4)
+    tokens = StepRows.view(torch.from_numpy(lay_out(step, size, state.padding_slot)), size).chunks
+    assert tokens is not None
+    rows = ChunkRows.build(state, tokens, 4)
+    assert rows.input_ids.tolist() == [11, 12, 0, 0]
+    assert rows.positions.tolist() == [3, 4, 0, 0]
+    assert rows.slot_mapping.tolist() == [7 * 4 + 3, 5 * 4, -1, -1]
+    assert rows.context_lens.tolist() == [5, 0, 0]
+    assert rows.query_start_loc.tolist() == [0, 2, 2, 2]
+    assert rows.block_table[0].tolist() == [7, 5, 6]
+    assert rows.max_query_len == 4

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.execution import cuda_graphs
 from engine.execution.graph_sizes import GraphSizes
 from tests.engine.checkpoints import QWEN3
 from tests.engine.cuda_on_cpu import RunAgain, replace_cuda
@@ -60,7 +59,10 @@ def outputs_of(
         elif graphs:
             state = runner.state
             sizes = GraphSizes(5, 20, 1000)
-            runner.graphs = RunAgain(runner._run, runner._planner, sizes, state.padding_slot, runner.device)
+            runner.graphs = RunAgain(
+                runner._run, runner._planner, sizes, state.padding_slot, runner.max_model_len, runner.device
+            )
+            runner.capture_at_once(True)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         assert runner.state.num_computed[runner.state.padding_slot] == -1
         assert (runner.graphs is not None and runner.graphs.num_captures > 1) is graphs
@@ -87,7 +89,6 @@ def test_eager_steps_pure_and_mixed(greedy, expected, overlap):
 
 def test_replays_with_padding(greedy, expected, monkeypatch):
     replace_cuda(monkeypatch)
-    monkeypatch.setattr(cuda_graphs, "CAPTURE_COST", 1.0)
     assert outputs_of(use_triton=True, graphs=True, greedy=greedy) == expected
 
 

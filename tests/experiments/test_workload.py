@@ -18,7 +18,7 @@ from experiments.suites import options
 from experiments.suites.serving import num_good
 from experiments.suites.throughput import SUITE as THROUGHPUT
 from experiments.workload import Request, Served, WorkloadRun, columns, serve
-from experiments.workload_suite import WARM_TOKENS, warm_up
+from experiments.workload_suite import WARM_TOKENS, Phase, warm_up
 
 CONFIG: Any = OmegaConf.to_container(
     OmegaConf.load(Path(__file__).resolve().parents[2] / "conf/model/tiny_qwen3.yaml")
@@ -209,13 +209,16 @@ def test_percentiles_of_nothing_are_null() -> None:
 def test_a_gpu_is_warmed_up_by_whole_requests_since_graphs_are_captured_on_the_way() -> None:
     """On an H200 the first of two rounds took 7.5 s and the second 5.6: captures were timed."""
     requests = [Request([1, 2], 3, arrival_s=5.0), Request([3], 700), Request([4], 32_768)]
-    on_gpu, on_cpu = warm_up(requests, "cuda"), warm_up(requests, "cpu")
+    phases = [Phase(requests), Phase(requests[:1], prime=requests[1:2])]
+    on_gpu, prime, second = warm_up(phases, "cuda")
+    (on_cpu,) = warm_up(phases, "cpu")
     assert [request.output_len for request in on_gpu] == [3, 700, WARM_TOKENS]
     assert [request.output_len for request in on_cpu] == [3, 4, 4]
     for warm in (on_gpu, on_cpu):
         assert [request.prompt for request in warm] == [request.prompt for request in requests]
     assert [request.arrival_s for request in on_gpu] == [5.0, 0.0, 0.0]  # batches as they will be timed
     assert {request.arrival_s for request in on_cpu} == {0.0}
+    assert [*prime, *second] == [requests[1], requests[0]]
 
 
 def test_every_request_is_sampled_as_the_suite_was_told(clock: Clock) -> None:
