@@ -116,7 +116,13 @@ def test_greedy_check_accepts_the_engine_and_sees_another_model(
 ) -> None:
     options = greedy.check_options(setup, (5, 20), 6)
     with setup.open(**options) as llm:
+        steps, launch = [], llm.engine.executor.launch
+        llm.engine.executor.launch = lambda step: steps.append(step) or launch(step)
         assert greedy.check_greedy(llm, reference, "float32") == greedy.GreedyCheck(12, 0, None)
+        assert any(
+            step.decode_slots and step.chunks for step in steps
+        )  # the kinds of step that a workload has
+        assert any(step.decode_slots and not step.chunks for step in steps)
         with torch.no_grad():
             llm.model.layers[-1].mlp.down_proj.weight.mul_(-1)
         check = greedy.check_greedy(llm, reference, "float32")

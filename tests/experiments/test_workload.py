@@ -10,10 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import experiments
 from engine import LLM
-from experiments import arrivals, workload
+from engine.execution.model_runner import ModelRunner
+from experiments import arrivals, checked_engine, session, workload
+from experiments.arguments import CONF
+from experiments.backends.greedy import check_greedy
 from experiments.suites import options
 from experiments.suites.serving import num_good
 from experiments.suites.throughput import SUITE as THROUGHPUT
@@ -219,6 +224,29 @@ def test_a_gpu_is_warmed_up_by_whole_requests_since_graphs_are_captured_on_the_w
     assert [request.arrival_s for request in on_gpu] == [5.0, 0.0, 0.0]  # batches as they will be timed
     assert {request.arrival_s for request in on_cpu} == {0.0}
     assert [*prime, *second] == [requests[1], requests[0]]
+
+
+def test_graphs_are_captured_at_once_while_an_engine_is_checked_and_warmed_up(monkeypatch, tmp_path) -> None:
+    """Or the first timed rounds would hold captures, and graphs that nothing has checked."""
+    seen: list[Any] = []
+    at_once, served = ModelRunner.capture_at_once, workload.serve
+    monkeypatch.setattr(
+        ModelRunner, "capture_at_once", lambda self, value: seen.append(value) or at_once(self, value)
+    )
+    monkeypatch.setattr(
+        checked_engine, "check_greedy", lambda *args: seen.append("check") or check_greedy(*args)
+    )
+    monkeypatch.setattr(
+        workload, "serve", lambda *args, **named: seen.append("serve") or served(*args, **named)
+    )
+    overrides = ["+suite=throughput", "device=cpu", "run.isolate=false", f"run.folder={tmp_path}/run"]
+    overrides += ["bench.rounds=1", "attention=torch"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config: Any = OmegaConf.to_container(compose("config", overrides=overrides), resolve=True)
+    assert session.run(config, CONF.parent, overrides) == 0
+    assert seen == [True, "check", False, True, "serve", False, "serve"]
+    (captures,) = experiments.load(tmp_path / "run")["graph_captures"]
+    assert captures == 0
 
 
 def test_every_request_is_sampled_as_the_suite_was_told(clock: Clock) -> None:
