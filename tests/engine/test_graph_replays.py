@@ -114,3 +114,34 @@ def test_replays_give_the_tokens_of_eager_steps(
         assert graphs.num_captures > 3
         assert (len(graphs._chunk_graphs) > 3) is (most_chunk_tokens > 0)
         llm.engine.block_manager.check_invariants()
+
+
+def test_the_triton_prefill_kernel_replays_other_chunks_than_it_was_captured_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One coarse graph holds them all: fewer chunks than it has places for, shorter ones, and cached prefixes."""
+    prompts = [[5, 6, 7], [9] * 19, [9] * 16 + [3], [1, 2] * 9]
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    arrivals = [(2 * i, prompt, params) for i, prompt in enumerate(prompts)]
+    sizes = {"num_kv_blocks": 20, "max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 32}
+    options = OPTIONS | sizes | {"overlap_scheduling": False}
+    with LLM(MODEL, **options) as llm:
+        expected = run(llm, arrivals)
+    replace_cuda(monkeypatch)
+    with LLM(MODEL, prefill_attention="triton", **options) as llm:
+        runner = llm.runner
+        runner.graphs = graphs = RunAgain(
+            runner._run,
+            runner._planner,
+            GraphSizes(2, 32, 1000),
+            runner.state.padding_slot,
+            64,
+            runner.device,
+        )
+        monkeypatch.setattr(graphs.sizes, "_fine_tokens", [32])
+        monkeypatch.setattr(graphs.sizes, "_fine_decodes", [2])
+        graphs.capture_cost = 0.0
+        runner.kv_cache.fill_(float("nan"))
+        found = run(llm, arrivals)
+        assert len(graphs._chunk_graphs) == 1
+    assert [list(output.token_ids) for output in found] == [list(output.token_ids) for output in expected]
