@@ -14,7 +14,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-MAX_GRAPH_CHUNK_TOKENS = 2048
+MAX_GRAPH_CHUNK_TOKENS = 8192
 """Prompt tokens of a step that a CUDA graph holds, at most."""
 
 MAX_NUM_SEQS = 1 << 20

@@ -44,9 +44,9 @@ class LLM:
         make the same engine and the same calls. device "cuda:0,cuda:0" makes two ranks share a GPU, for tests. A rank
         that fails ends the engine, as does Ctrl-C in a step: step() raises, and the requests end with "error".
     enforce_eager: never use CUDA graphs.
-    graph_chunk_tokens: steps with up to so many prompt tokens, of 16 prompts at most, run as a CUDA graph too when they
+    graph_chunk_tokens: steps with up to so many prompt tokens, of 64 prompts at most, run as a CUDA graph too when they
         have recurred often enough, if the prefill kernel can be captured; 0: those without prompts alone; "auto": as
-        many as take the GPU less time than the host needs to launch their kernels one by one, 2,048 at most.
+        many as take the GPU less time than the host needs to launch their kernels one by one, 8,192 at most.
     use_triton: Triton or torch for norms, activation, RoPE and KV writes; "auto": Triton on a CUDA device.
     decode_attention, prefill_attention: names in kernels.decode and kernels.prefill; "auto": the device's fastest.
     layer_fusion: "persistent": all layers of a decode step of one or two rows are one launch, which attends by itself

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from engine.config import MAX_GRAPH_CHUNK_TOKENS
 from engine.execution.step_rows import StepSize
@@ -12,8 +13,12 @@ LAUNCH_WEIGHTS = 2e11
 """Weights times rows of a layer whose products take a GPU as long as the host takes to launch the layer: some 0.7 ms
 on the host (a dozen launches), at two FLOPs each and 600 TFLOP/s."""
 
-CHUNK_COUNTS = (1, 4, 16)
+CHUNK_COUNTS = (1, 4, 16, 64)
 """Chunks that a graph holds. Programs of the attention of chunks that are not there end at once, but they start."""
+
+COARSE_CHUNKS = 16
+
+_FEW_TOKENS = (16, 32, 64, 96, 128, 192)
 
 
 def launch_rows(layer_weights: int) -> int:
@@ -27,7 +32,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 class GraphSizes:
-    """Steps of up to 512 decode rows, and of those with up to 16 chunks of most_chunk_tokens prompt tokens together.
+    """Steps of up to 512 decode rows, and of those with up to 64 chunks of most_chunk_tokens prompt tokens together.
 
     With chunks there are two grains. The few coarse sizes hold most steps, and are soon captured; the many fine ones
     are for steps that recur. launch_rows: see the function of that name; a coarse size has at most a quarter more rows.
@@ -39,9 +44,9 @@ class GraphSizes:
         self._fine_decodes = [0, *_up_to(max_num_seqs, (4, 16, 64, 256, 512))]
         self._coarse_decodes = _up_to(max_num_seqs, (16, 512))
         most = min(most_chunk_tokens, MAX_GRAPH_CHUNK_TOKENS)
-        fine = (16, 32, 64, 96, 128, 192, *range(256, MAX_GRAPH_CHUNK_TOKENS + 1, 256))
+        fine = (*_FEW_TOKENS, *range(256, 2048, 256), *range(2048, MAX_GRAPH_CHUNK_TOKENS + 1, 1024))
         self._fine_tokens = _up_to(most, fine) if most else []
-        self._coarse_tokens = _up_to(most, (256, 1024, MAX_GRAPH_CHUNK_TOKENS)) if most else []
+        self._coarse_tokens = _up_to(most, (256, 1024, 4096, MAX_GRAPH_CHUNK_TOKENS)) if most else []
 
     @property
     def most_decodes(self) -> int:
@@ -61,18 +66,26 @@ class GraphSizes:
             decodes = _least(self._decodes, len(step.decode_slots))
             return [] if decodes is None else [StepSize(decodes, samples=decodes)]
         exact = StepSize.of(step)
-        fine = self._holding(exact, self._fine_decodes, self._fine_tokens, CHUNK_COUNTS)
-        coarse = self._holding(exact, self._coarse_decodes, self._coarse_tokens, CHUNK_COUNTS[-1:])
-        if coarse == fine or (coarse and coarse[0].rows > 1.25 * self.launch_rows):
-            return fine
-        return fine + coarse
+        fine = _padded(exact, self._fine_decodes, self._fine_tokens, CHUNK_COUNTS)
+        coarse = _padded(exact, self._coarse_decodes, self._coarse_tokens, (COARSE_CHUNKS,))
+        if fine is None:
+            return []
+        if coarse is None or coarse == fine or coarse.rows > 1.25 * self.launch_rows:
+            return [fine]
+        return [fine, coarse]
 
-    def _holding(
-        self, exact: StepSize, decodes: Iterable[int], tokens: Iterable[int], chunks: Iterable[int]
-    ) -> list[StepSize]:
-        axes = (decodes, exact.decodes), (tokens, exact.tokens), (chunks, exact.chunks)
-        held = [size for sizes, number in axes if (size := _least(sizes, number)) is not None]
-        return [_with_chunks(*held)] if len(held) == len(axes) else []
+
+def _padded(
+    exact: StepSize, decodes: Iterable[int], tokens: Iterable[int], chunks: Sequence[int]
+) -> StepSize | None:
+    axes = (decodes, exact.decodes), (tokens, exact.tokens), (chunks, exact.chunks)
+    held = [least for sizes, number in axes if (least := _least(sizes, number)) is not None]
+    if len(held) < len(axes):
+        return None
+    size = _with_chunks(*held)
+    quarter = -(-size.tokens // 4)  # the attention's grid is so much smaller
+    is_short = len(chunks) > 1 and size.chunks > 1 and exact.max_query_len <= quarter
+    return replace(size, max_query_len=quarter) if is_short else size
 
 
 def _with_chunks(decodes: int, tokens: int, chunks: int) -> StepSize:

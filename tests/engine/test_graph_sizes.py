@@ -13,7 +13,7 @@ from engine.execution import cuda_graphs
 from engine.execution.batch_state import SamplingKind
 from engine.execution.cuda_graphs import CAPTURE_COST, StepGraphs
 from engine.execution.decode_plan import DecodePlanner
-from engine.execution.graph_sizes import CHUNK_COUNTS, GraphSizes, launch_rows
+from engine.execution.graph_sizes import CHUNK_COUNTS, COARSE_CHUNKS, GraphSizes, launch_rows
 from engine.execution.model_runner import ModelRunner
 from engine.execution.step_rows import StepSize, lay_out
 from engine.scheduling.step import Chunk, StepInput
@@ -48,18 +48,30 @@ def test_every_size_holds_its_step_and_the_least_wastes_little(
         assert decodes <= size.decodes <= 40
         assert tokens <= size.tokens <= 300
         assert size.samples >= len(step.sampled_slots)
+        assert -(-tokens // chunks) <= size.max_query_len <= size.tokens
+    for size in coarse:
+        assert size.chunks == COARSE_CHUNKS
         assert size.max_query_len == size.tokens
         assert size.rows >= fine.rows
         lay_out(step, size, 99)
 
 
+def test_short_chunks_start_fewer_programs() -> None:
+    sizes = GraphSizes(40, 1024, 10_000)
+    short, alone, long = (
+        sizes.holding(step)[0] for step in (step_of(0, *[60] * 16), step_of(0, 960), step_of(0, 900, 60))
+    )
+    assert (short.tokens, short.chunks, short.max_query_len) == (1024, 16, 256)
+    assert alone.max_query_len == long.max_query_len == 1024
+
+
 def test_coarse_sizes_are_few() -> None:
-    rng, sizes = random.Random(0), GraphSizes(256, 2048, 12_000)
+    rng, sizes = random.Random(0), GraphSizes(256, 8192, 12_000)
     found = {
-        sizes.holding(step_of(rng.randint(0, 256), *lens_of(rng.randint(16, 2048), rng.randint(1, 16))))[-1]
+        sizes.holding(step_of(rng.randint(0, 256), *lens_of(rng.randint(16, 8192), rng.randint(1, 16))))[-1]
         for _ in range(500)
     }
-    assert len(found) == 6
+    assert 4 < len(found) <= 8
 
 
 def test_a_coarse_size_takes_no_longer_than_launches() -> None:
@@ -83,14 +95,14 @@ def test_a_step_that_is_too_large_has_no_graph() -> None:
     assert without.largest_with_chunks is None
 
 
-@pytest.mark.parametrize("most", [1, 15, 16, 17, 300, 2047, 2048, 5000])
+@pytest.mark.parametrize("most", [1, 15, 16, 17, 300, 2047, 5000, 8192])
 def test_sizes_of_chunks_end_at_the_most_and_waste_little(most: int) -> None:
     sizes = GraphSizes(8, most, 10_000)
     for tokens in range(1, min(most, MAX_GRAPH_CHUNK_TOKENS) + 1):
         least = sizes.holding(step_of(0, tokens))[0]
         assert tokens <= least.tokens <= min(most, max(2 * tokens, 16))
     assert not sizes.holding(step_of(0, min(most, MAX_GRAPH_CHUNK_TOKENS) + 1))
-    assert sizes.largest_with_chunks == StepSize(8, min(most, 2048), 16, 24, min(most, 2048))
+    assert sizes.largest_with_chunks == StepSize(8, most, 64, 72, most)
 
 
 def test_small_models_have_graphs_of_longer_chunks() -> None:

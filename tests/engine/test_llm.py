@@ -260,9 +260,9 @@ def test_a_mapping_with_dummy_weights_runs_and_repeats():
         *(
             (
                 {"graph_chunk_tokens": most},
-                rf"graph_chunk_tokens must be 'auto' or an integer from 0 to 2048, got {most}",
+                rf"graph_chunk_tokens must be 'auto' or an integer from 0 to 8192, got {most}",
             )
-            for most in (-1, 2049, False, 0.0)
+            for most in (-1, 8193, False, 0.0)
         ),
         ({"layer_fusion": "auto"}, r"layer_fusion must be one of off, persistent, got 'auto'"),
         ({"tensor_parallel_size": 9}, r"tensor_parallel_size must be at most 8, got 9"),
