@@ -95,7 +95,8 @@ def slowdown_of(llm: LLM, fresh: LLM, *, slices: int = 60, steps: int = 20, num_
 
     In turns, since a machine that others use changes its speed within minutes: rates of an hour's windows tell of that.
     """
-    llm.reset_prefix_cache()
+    for each in (llm, fresh):
+        each.reset_prefix_cache()
     loads = [Load(each, 1, num_live) for each in (llm, fresh)]
     ratios = []
     for number in range(slices):

@@ -74,7 +74,7 @@ def test_an_hour_of_mixed_load(overlap):
         check_soak(llm, soak, growth_bytes=16 * MEBIBYTE, slowdown=0.5)
         slowdown = slowdown_of(llm, fresh)
         print("slowdown", slowdown)
-        assert slowdown < 1.05
+        assert slowdown < 1.1  # two new engines on a busy machine: 0.97 to 1.01
 
 
 @pytest.mark.gpu
