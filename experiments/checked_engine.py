@@ -34,16 +34,17 @@ class CheckedEngine:
         """The column of the most memory that a GPU held since the engine was opened; nothing on a CPU."""
         if self.llm.runner.device.type != "cuda":
             return {}
-        return {"peak_memory_bytes": max(report["device_peak_bytes"] for report in self._reports())}
+        return {"peak_memory_bytes": max(report["device_peak_bytes"] for report in rank_reports(self.llm))}
 
     def num_captures(self) -> int:
         """CUDA graphs that were captured since the engine was opened: what a step that captures takes is its own."""
-        return max(report["num_captures"] for report in self._reports())
+        return max(report["num_captures"] for report in rank_reports(self.llm))
 
-    def _reports(self) -> list[dict[str, Any]]:
-        """Of each rank."""
-        runner = self.llm.runner
-        return runner.report() if isinstance(runner, Workers) else [runner.report()]
+
+def rank_reports(llm: LLM) -> list[dict[str, Any]]:
+    """ModelRunner.report() of every rank, in rank order."""
+    runner = llm.runner
+    return runner.report() if isinstance(runner, Workers) else [runner.report()]
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def checked_engine(
     # The engine sizes its pool for these: no more than so many sequences of that length can use.
     sizes = {"max_model_len": longest, "max_num_seqs": max(batch_size, len(lengths))}
     with setup.open(**sizes, **options) as llm:
-        llm.runner.capture_at_once(True)  # or the graphs that are timed would not be those that are checked
+        llm.runner.capture_at_once(True)  # or no step with prompts would be checked as a graph
         check = check_greedy(llm, reference, setup.dtype_name)
         llm.runner.capture_at_once(False)
         kernels = llm.runner.kernels

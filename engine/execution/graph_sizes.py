@@ -16,9 +16,15 @@ on the host (a dozen launches), at two FLOPs each and 600 TFLOP/s."""
 CHUNK_COUNTS = (1, 4, 16, 64)
 """Chunks that a graph holds. Programs of the attention of chunks that are not there end at once, but they start."""
 
-COARSE_CHUNKS = 16
+FINE_TOKENS = (
+    *(16, 32, 64, 96, 128, 192),
+    *range(256, 2048, 256),
+    *range(2048, MAX_GRAPH_CHUNK_TOKENS + 1, 1024),
+)
+"""Tokens of the chunks together, where a size is of steps that recur."""
 
-_FEW_TOKENS = (16, 32, 64, 96, 128, 192)
+COARSE_TOKENS, COARSE_CHUNKS = (256, 1024, 4096, MAX_GRAPH_CHUNK_TOKENS), 16
+"""The same, and chunks, where a size is to hold most steps."""
 
 
 def launch_rows(layer_weights: int) -> int:
@@ -44,9 +50,8 @@ class GraphSizes:
         self._fine_decodes = [0, *_up_to(max_num_seqs, (4, 16, 64, 256, 512))]
         self._coarse_decodes = _up_to(max_num_seqs, (16, 512))
         most = min(most_chunk_tokens, MAX_GRAPH_CHUNK_TOKENS)
-        fine = (*_FEW_TOKENS, *range(256, 2048, 256), *range(2048, MAX_GRAPH_CHUNK_TOKENS + 1, 1024))
-        self._fine_tokens = _up_to(most, fine) if most else []
-        self._coarse_tokens = _up_to(most, (256, 1024, 4096, MAX_GRAPH_CHUNK_TOKENS)) if most else []
+        self._fine_tokens = _up_to(most, FINE_TOKENS) if most else []
+        self._coarse_tokens = _up_to(most, COARSE_TOKENS) if most else []
 
     @property
     def most_decodes(self) -> int:

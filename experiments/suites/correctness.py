@@ -316,11 +316,10 @@ def _checked(
 
 def _no_graphs(llm: LLM) -> str | None:
     """Why an engine that may use CUDA graphs runs without, or None if it does not."""
-    from engine.execution.workers import Workers
+    from experiments.checked_engine import rank_reports
 
     runner = llm.runner
-    reports = runner.report() if isinstance(runner, Workers) else [runner.report()]
-    if all(report["uses_cuda_graphs"] for report in reports):
+    if all(report["uses_cuda_graphs"] for report in rank_reports(llm)):
         return None
     if not runner.kernels.use_triton:
         return "no CUDA graphs: the engine runs its layers on torch (use_triton)"

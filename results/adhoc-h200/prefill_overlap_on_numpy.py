@@ -18,7 +18,6 @@ class T:  # tensor or pointer (base array, offsets)
     @property
     def dtype(s): return types.SimpleNamespace(element_ty='bf')
     def to(s,d):
-        if d=='bf': return T(s.a.astype(np.float32).astype(np.float16).astype(np.float32) if False else s.a)
         if d=='i64': return T(s.a.astype(np.int64),s.base)
         return T(s.a,s.base)
 def raw(x): return x.a if isinstance(x,T) else x
@@ -106,7 +105,6 @@ def run(queries,contexts,qh,kvh,bs,hd,bm,bn,scale=None,seed=0):
         b=order[st:st+c]; table[r,:c]=b; st+=c
         if ctx%bs: k[b[-1],ctx%bs:]=np.nan; v[b[-1],ctx%bs:]=np.nan
     for b in order[st:]: k[b]=np.nan; v[b]=np.nan
-    if (order==0).argmax()>=st: pass
     q=rng.standard_normal((sum(queries),qh,hd)); out=np.full_like(q,np.nan); locs=np.cumsum([0,*queries]); lens=np.array(contexts)
     scale=hd**-.5 if scale is None else scale
     g=qh//kvh; grid=(-(-max(queries)//(bm//g)),kvh,len(queries)); npr=grid

@@ -50,7 +50,7 @@ def test_a_thousand_steps_of_mixed_load(overlap):
 
 
 def test_what_grows_slower_is_found():
-    """A scan of all requests that ever were, in a step: a slow engine beside one that has just begun."""
+    """A slow engine beside one that has just begun: each of its steps does a few milliseconds more."""
     with llm_on_the_cpu(False) as llm, llm_on_the_cpu(False) as fresh:
         assert slowdown_of(llm, fresh, slices=12, steps=6) < 1.3
         step = llm.engine.step_finished
