@@ -5,6 +5,7 @@
     python results/adhoc-h200/long_runs.py soak      --model qwen3_0_6b --out soak.json --seconds 50
     python results/adhoc-h200/long_runs.py breakdown --model qwen3_8b   --out step.json --batch 16 --context 4096
     python results/adhoc-h200/long_runs.py prefill   --model qwen3_8b   --out prompts.json --batch 16 --context 4096
+    python results/adhoc-h200/long_runs.py prefill   --model qwen3_32b  --out warm.json --batch 8 --context 16384 --shared 16128
 
 Exit code 1 if what must hold does not. --device cpu --model tiny_qwen3 and smaller numbers try it without a GPU.
 """
@@ -319,21 +320,26 @@ def breakdown(options: argparse.Namespace) -> tuple[bool, dict]:
 
 
 def prefill(options: argparse.Namespace) -> tuple[bool, dict]:
-    """Where the time of prompts goes: --batch prompts of --context tokens, one token each, traced from first to last."""
+    """Where the time of prompts goes: --batch prompts of --context tokens, one token each, traced from first to last.
+
+    --shared: so many first tokens are the same in all, and in the prefix cache before anything is timed.
+    """
     rng = random.Random(options.seed)
     with open_llm(
         options,
         max_model_len=options.context + 1,
         max_num_seqs=options.batch,
-        enable_prefix_caching=False,
+        enable_prefix_caching=options.shared > 0,
     ) as llm:
         engine = llm.engine
         on_gpu = llm.runner.device.type == "cuda"
+        params = SamplingParams(temperature=options.temperature, max_tokens=1, ignore_eos=True)
+        draw = lambda count: [rng.randrange(engine.vocab_size) for _ in range(count)]
+        prefix = draw(options.shared)
 
         def submit() -> None:
-            params = SamplingParams(temperature=options.temperature, max_tokens=1, ignore_eos=True)
             for _ in range(options.batch):
-                engine.add_request([rng.randrange(engine.vocab_size) for _ in range(options.context)], params)
+                engine.add_request(prefix + draw(options.context - options.shared), params)
 
         def drain() -> int:
             steps = 0
@@ -344,12 +350,16 @@ def prefill(options: argparse.Namespace) -> tuple[bool, dict]:
                 torch.cuda.synchronize()
             return steps
 
+        if options.shared:
+            engine.add_request(prefix + draw(1), params)
+            drain()
         walls = []
         for _ in range(3):
-            submit()
             start = time.perf_counter()
+            submit()
             drain()
             walls.append(time.perf_counter() - start)
+        hits = llm.stats()["num_cached_tokens"]
         submit()
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as prof:
             steps = drain()
@@ -363,6 +373,8 @@ def prefill(options: argparse.Namespace) -> tuple[bool, dict]:
     result = {
         "batch": options.batch,
         "context": options.context,
+        "shared": options.shared,
+        "num_cached_tokens": hits,
         "steps": steps,
         "wall_s": walls,
         "prefill_tok_s": [tokens / wall for wall in walls],
@@ -452,6 +464,7 @@ def main() -> int:
     parser.add_argument("--live", type=int, default=300, help="soak: requests kept in the engine")
     parser.add_argument("--batch", type=int, default=1, help="breakdown")
     parser.add_argument("--context", type=int, default=1024, help="breakdown")
+    parser.add_argument("--shared", type=int, default=0, help="prefill: first tokens that are cached")
     parser.add_argument("--steps", type=int, default=20, help="breakdown: steps that are traced")
     parser.add_argument("--top", type=int, default=30, help="breakdown: rows printed")
     parser.add_argument("--temperature", type=float, default=0.6, help="breakdown")
