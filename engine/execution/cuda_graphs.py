@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,6 +29,9 @@ MOST_CHUNK_GRAPHS = 96
 CAPTURE_COST = 3.0
 """What a capture takes, in steps of which the host launches one kernel after another."""
 
+CAPTURE_PAUSE = 16
+"""Steps with chunks from one capture of such a step to the next, at least: everybody waits for a capture."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
@@ -52,9 +55,10 @@ class StepGraphs:
 
     Graphs of decode rows alone are captured when they first occur; of more than MOST_PLANS of a size and kind, the one
     least recently used is dropped. With chunks there are many sizes, most of which occur seldom: one is captured when,
-    had it been there, it would have saved what the capture takes. Until then the step runs by a graph of a coarser size
-    or without one. MOST_CHUNK_GRAPHS are kept. What runs once, to warm up or to be checked, sets capture_cost to 0:
-    then each is captured when it first occurs.
+    had it been there, it would have saved what the capture takes; the one that would have saved most goes first, and
+    after each there is a pause. Until then the step runs by a graph of a coarser size or without one. MOST_CHUNK_GRAPHS
+    are kept. What runs once, to warm up or to be checked, sets capture_cost to 0: then each is captured when it first
+    occurs.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class StepGraphs:
         self._graphs: dict[tuple[StepSize, SamplingKind], OrderedDict[Hashable, _Graph]] = {}
         self._chunk_graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._missed: dict[Hashable, float] = defaultdict(float)
+        self._since_capture = CAPTURE_PAUSE
         self._logits: torch.Tensor | None = None
         self._loaded: tuple[_Graph, StepInput] | None = None
         self.num_captures = 0
@@ -145,19 +150,30 @@ class StepGraphs:
         graphs, sizes = self._chunk_graphs, self.sizes.holding(step)
         plans = [self._plan(size, step) for size in sizes]
         keys = [(size, kind, None if plan is None else plan.key) for size, plan in zip(sizes, plans)]
-        rows = next((size.rows for size, key in zip(sizes, keys) if key in graphs), None)
-        for size, plan, key in zip(sizes, plans, keys):
-            if key not in graphs:
-                self._missed[key] += 1.0 if rows is None else (rows - size.rows) / self.sizes.launch_rows
-                if self._missed[key] < self.capture_cost:
-                    continue
-                del self._missed[key]
-                graphs[key] = self._capture(size, kind, plan)
-                if len(graphs) > MOST_CHUNK_GRAPHS:
-                    graphs.popitem(last=False)
-            graphs.move_to_end(key)
-            return graphs[key]
-        return None
+        found = next((i for i, key in enumerate(keys) if key in graphs), len(keys))
+        for size, key in zip(sizes[:found], keys):
+            wasted = 1.0 if found == len(keys) else (sizes[found].rows - size.rows) / self.sizes.launch_rows
+            self._missed[key] += wasted
+        self._since_capture += 1
+        worth = self._worth_capturing(keys[:found])
+        if worth is not None:
+            found, self._since_capture = worth, 0
+            del self._missed[keys[found]]
+            graphs[keys[found]] = self._capture(sizes[found], kind, plans[found])
+            if len(graphs) > MOST_CHUNK_GRAPHS:
+                graphs.popitem(last=False)
+        if found == len(keys):
+            return None
+        graphs.move_to_end(keys[found])
+        return graphs[keys[found]]
+
+    def _worth_capturing(self, keys: Sequence[Hashable]) -> int | None:
+        """Which of the graphs that a step lacks to capture now."""
+        if not keys or not self.capture_cost:
+            return 0 if keys else None
+        most = max(range(len(keys)), key=lambda i: self._missed[keys[i]])
+        is_due = self._since_capture > CAPTURE_PAUSE
+        return most if is_due and self._missed[keys[most]] >= self.capture_cost else None
 
     def _capture(self, size: StepSize, kind: SamplingKind, plan: DecodePlan | None) -> _Graph:
         self.num_captures += 1

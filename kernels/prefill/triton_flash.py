@@ -123,6 +123,10 @@ class TritonPrefill(PrefillKernel):
         if batch == 0 or max_query_len == 0:
             return out
         scale = head_dim**-0.5 if scale is None else scale
+        if (
+            scale <= 0
+        ):  # seldom, so q changes here: in the kernel it would take q through registers, a fifth slower
+            q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
         grid = (triton.cdiv(max_query_len, tile.block_m // group), num_kv_heads, batch)
         with on_device(q):
             _prefill_kernel[grid](
@@ -191,7 +195,7 @@ def _walk_keys(
     """Fold keys start .. stop - 1 into (acc, row_max, row_sum); without MASKED every row sees all of them.
 
     entries: the table's for the tile at `start`; each turn loads the next one's, up to `end`, so that no copy of keys
-    or values waits for its address. scale_log2 is not negative.
+    or values waits for its address. scale_log2 is positive.
     """
     dims = tl.arange(0, BLOCK_D)
     for first in range(start, stop, BLOCK_N):
@@ -216,12 +220,10 @@ def _walk_keys(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             visible = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
-            scores = tl.where(visible, scores * scale_log2, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            probs = tl.exp2(scores - new_max[:, None])
-        else:  # one multiply-add an element
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-            probs = tl.exp2(scores * scale_log2 - new_max[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        # Scaled after the search for the largest: one multiply-add an element.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        probs = tl.exp2(scores * scale_log2 - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         acc = tl.dot(probs.to(DOT_DTYPE), v, acc * rescale[:, None], input_precision="ieee")
@@ -281,9 +283,6 @@ def _prefill_kernel(
     is_query = (rows // GROUP < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
     q_rows = q_ptr + (tokens * stride_q_token + heads * stride_q_head)
     q = tl.load(q_rows[:, None] + dims[None, :], mask=is_query, other=0.0).to(DOT_DTYPE)
-    # The largest score is scaled after the search for it.
-    q = tl.where(scale_log2 < 0, -q, q)
-    scale_log2 = tl.abs(scale_log2)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -83,6 +83,7 @@ def test_replays_give_the_tokens_of_eager_steps(
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_PLANS", 2)
     monkeypatch.setattr(cuda_graphs, "MOST_CHUNK_GRAPHS", 5)
+    monkeypatch.setattr(cuda_graphs, "CAPTURE_PAUSE", 0)
     arrivals = requests(max_num_seqs)
     with LLM(MODEL, num_kv_blocks=400, max_model_len=LENGTH, overlap_scheduling=False, **OPTIONS) as llm:
         expected = run(llm, arrivals)

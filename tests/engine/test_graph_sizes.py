@@ -11,7 +11,7 @@ from engine import LLM
 from engine.config import MAX_GRAPH_CHUNK_TOKENS
 from engine.execution import cuda_graphs
 from engine.execution.batch_state import SamplingKind
-from engine.execution.cuda_graphs import CAPTURE_COST, StepGraphs
+from engine.execution.cuda_graphs import CAPTURE_COST, CAPTURE_PAUSE, StepGraphs
 from engine.execution.decode_plan import DecodePlanner
 from engine.execution.graph_sizes import CHUNK_COUNTS, COARSE_CHUNKS, GraphSizes, launch_rows
 from engine.execution.model_runner import ModelRunner
@@ -148,9 +148,10 @@ def test_steps_of_many_sizes_soon_share_a_coarse_graph(graphs) -> None:
     assert graphs.num_captures == 1
 
 
-def test_a_size_that_recurs_gets_its_own_graph_when_it_has_wasted_a_capture(graphs) -> None:
+def test_a_size_that_recurs_gets_its_own_graph_when_it_has_wasted_a_capture(graphs, monkeypatch) -> None:
     for n in (20, 40, 70):
         graphs.find(step_of(3, n))
+    monkeypatch.setattr(cuda_graphs, "CAPTURE_PAUSE", 0)
     step = step_of(3, 130)
     fine, coarse = graphs.sizes.holding(step)
     uses = 0
@@ -164,6 +165,7 @@ def test_a_size_that_recurs_gets_its_own_graph_when_it_has_wasted_a_capture(grap
 
 def test_the_least_recently_used_graph_is_dropped(graphs, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_CHUNK_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "CAPTURE_PAUSE", 0)
     graphs.sizes = GraphSizes(256, 2048, launch_rows=1)  # no coarse size is worth it
     first, second, third = step_of(0, 16), step_of(0, 500), step_of(0, 2000)
 
@@ -180,6 +182,20 @@ def test_the_least_recently_used_graph_is_dropped(graphs, monkeypatch) -> None:
     assert graphs.num_captures == 3
     assert find(second) == 2  # dropped, it has to be worth it again
     assert graphs.num_captures == 4
+
+
+def test_captures_do_not_come_in_a_row_and_the_graph_that_saves_most_comes_first(graphs) -> None:
+    """96 Poisson arrivals of 0.6B captured 15 graphs one after another: the slowest first token took a second."""
+    other = [step_of(200, 1500), step_of(200, 1600), step_of(200, 1700)]
+    for step in [step_of(3, 20)] * 3 + [other[0]] * 2 + other * 4:
+        graphs.find(step)
+    assert graphs.num_captures == 1
+    found = [graphs.find(other[i % 3]) for i in range(CAPTURE_PAUSE)]
+    assert graphs.num_captures == 2
+    assert found[-1] == graphs.sizes.holding(other[0])[1]  # the coarse one, which they all missed
+    first = next(i for i, graph in enumerate(found) if graph is not None)
+    assert found[:first] == [None] * first
+    assert 14 + first == CAPTURE_PAUSE
 
 
 def test_what_warms_up_or_checks_has_every_graph_at_once(graphs) -> None:

@@ -15,6 +15,7 @@ import torch
 from engine import LLM, SamplingParams
 from engine.execution.graph_sizes import decode_sizes
 from tests.engine.checkpoints import QWEN3, REPOSITORY, write_random_checkpoint
+from tests.engine.near_ties import assert_same_but_ties
 
 MODEL = QWEN3 | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 Requests = list[tuple[int, list[int], dict[str, Any]]]
@@ -43,6 +44,7 @@ def run_requests(directory: Any, requests: Requests, **options: Any) -> dict[str
         if not options.get("enforce_eager"):
             assert llm.runner.uses_cuda_graphs
         llm.runner.kv_cache.fill_(float("nan"))
+        llm.runner.capture_at_once(True)  # so that as many steps as can be are replayed
         waiting, tokens, step = list(enumerate(requests)), {}, 0
         while waiting or llm.engine.has_unfinished_requests():
             while waiting and (waiting[0][1][0] <= step or not llm.engine.has_unfinished_requests()):
@@ -78,7 +80,8 @@ def test_g1_prompts_at_the_edge_of_max_model_len(directory, max_num_seqs):
     params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     requests: Requests = [(0, [(n * i) % 307 for i in range(n)], params) for n in lengths]
     graphs = run_requests(directory, requests, **options)
-    assert graphs["tokens"] == run_requests(directory, requests, enforce_eager=True, **options)["tokens"]
+    eager = run_requests(directory, requests, enforce_eager=True, **options)
+    assert_same_but_ties(directory, requests, graphs["tokens"], eager["tokens"])
     assert [len(tokens) for tokens in graphs["tokens"]] == [min(40, 64 - n) for n in lengths]
     with LLM(str(directory), device="cuda", skip_tokenizer_init=True, **options) as llm:
         with pytest.raises(ValueError, match="prompt has 64 tokens; max_model_len is 64"):
@@ -95,7 +98,7 @@ def test_g1_a_batch_above_the_largest_graph_runs_eagerly_with_the_same_tokens(di
     options = {"max_num_seqs": 600, "num_kv_blocks": 1300, "max_model_len": 64}
     graphs = run_requests(directory, requests, **options)
     eager = run_requests(directory, requests, enforce_eager=True, **options)
-    assert graphs["tokens"] == eager["tokens"]
+    assert_same_but_ties(directory, requests, graphs["tokens"], eager["tokens"])
 
 
 @pytest.mark.gpu
@@ -144,7 +147,8 @@ def test_a_plan_for_each_kind_of_context_gives_the_same_tokens(tmp_path):
     ]
     options = {"num_kv_blocks": 2500, "max_num_seqs": 16, "max_num_batched_tokens": 8192}
     graphs = run_requests(directory, requests, **options)
-    assert graphs["tokens"] == run_requests(directory, requests, enforce_eager=True, **options)["tokens"]
+    eager = run_requests(directory, requests, enforce_eager=True, **options)
+    assert_same_but_ties(directory, requests, graphs["tokens"], eager["tokens"])
     with LLM(str(directory), device="cuda", skip_tokenizer_init=True, **options) as llm:
         for prompts in ([requests[i][1] for i in range(8)], [requests[i][1] for i in range(16, 24)]):
             llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
@@ -170,10 +174,52 @@ def test_steps_with_prompts_replay_the_tokens_of_eager_steps(directory, dtype):
     )
     if dtype == "float32":
         eager = run_requests(directory, requests, enforce_eager=True, **options)["tokens"]
-        assert with_prompts == decodes_only == eager
+        assert_same_but_ties(directory, requests, with_prompts, eager)
+        assert_same_but_ties(directory, requests, decodes_only, eager)
     else:  # batches of other sizes round otherwise, and near ties then fall to another token
         same = sum(one == other for one, other in zip(with_prompts, decodes_only, strict=True))
         assert same > 0.8 * len(requests)
+
+
+def test_a_difference_is_excused_where_rounding_explains_it(directory):
+    """An H200 drew 188 in one run and 187 in another: the edge between them is 8e-8 from where the draw fell."""
+    requests = changing_requests(120)
+    kept = [
+        241,
+        89,
+        275,
+        178,
+        15,
+        194,
+        213,
+        97,
+        47,
+        241,
+        213,
+        286,
+        114,
+        293,
+        289,
+        258,
+        277,
+        38,
+        250,
+        255,
+        259,
+        162,
+        162,
+    ]
+    kept += [82, 59, 199, 219, 56, 44, 44, 51, 193, 278, 109, 169, 250, 186, 254, 156, 85, 43, 74]
+    one, other = [[]] * 120, [[]] * 120
+    one[83], other[83] = [*kept, 188, 3], [*kept, 187, 5]
+    assert_same_but_ties(directory, requests, one, other)
+    for wrong in ([*kept, 189, 3], [*kept[:-1], 75, 188]):
+        one[83] = wrong
+        with pytest.raises(AssertionError):
+            assert_same_but_ties(directory, requests, one, other)
+    one = [[*tokens, 1] for tokens in one]
+    with pytest.raises(AssertionError):
+        assert_same_but_ties(directory, requests, one, other)
 
 
 # --- G4: lazy work in a capture -----------------------------------------------------------------------------
@@ -241,7 +287,8 @@ def racing(directory):
 )
 def test_g5_overlap_graphs_and_preemption_change_no_token(directory, racing, other):
     requests, options, expected = racing
-    assert run_requests(directory, requests, **(options | other))["tokens"] == expected
+    tokens = run_requests(directory, requests, **(options | other))["tokens"]
+    assert_same_but_ties(directory, requests, tokens, expected)
 
 
 @pytest.mark.gpu

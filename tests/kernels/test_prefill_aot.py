@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -46,6 +48,17 @@ def test_compiles_without_spills(everything):
                 assert "mma" in report.ptx, f"{report} does not use tensor cores"
                 # The .cg form copies 16 bytes a time: keys and values are read in whole vectors, asynchronously.
                 assert "cp.async.cg.shared.global" in report.ptx, f"{report} does not load in vectors"
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (64, 4), (128, 8), (128, 5)])
+def test_hopper_reads_queries_and_keys_from_shared_memory(head_dim, group):
+    """A product whose left operand lies in registers waits for each step of it: only the weights of values may."""
+    (report,) = compile_launches([_launch(90, head_dim, torch.bfloat16, group, 16, 4096)], [90])
+    products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", report.ptx)
+    assert len(products) > 0
+    assert products.count("{") * head_dim == products.count("%") * 128, (
+        products
+    )  # block_n 128 against head_dim, in steps of 16
 
 
 def _launch(capability, head_dim, dtype, group, block_size, max_query_len) -> Launch:
