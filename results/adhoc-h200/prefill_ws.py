@@ -26,6 +26,7 @@ LOG2_E = 1.4426950408889634
 BLOCK_M, BLOCK_N = 128, 128
 ORDER, PINGPONG = "values", True  # ORDER: which product runs beside a warpgroup's own softmax, see _consume
 GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of one partition; Triton 3.6, 3.7
 
 
 @gluon.jit
@@ -65,7 +66,7 @@ def _produce(
                 values = atom.load(layout)
                 atom.store(gl.where(written, values, gl.zeros_like(values)))
         fence_async_shared()
-        gl.thread_barrier()
+        _meet()
         mbarrier.arrive(clean)
 
 
@@ -91,7 +92,7 @@ def _take_turn(turns, turn, WHO: gl.constexpr, PINGPONG: gl.constexpr):
 @gluon.jit
 def _pass_turn(turns, WHO: gl.constexpr, PINGPONG: gl.constexpr):
     if PINGPONG:
-        gl.thread_barrier()  # no warp may still wait for this turn when the next one comes
+        _meet()  # no warp may still wait for this turn when the next one comes
         mbarrier.arrive(turns.index(1 - WHO))
 
 
@@ -142,7 +143,7 @@ def _consume(
     scale_log2 = gl.abs(scale_log2)
     q_smem.store(q)
     fence_async_shared()
-    gl.thread_barrier()
+    _meet()
 
     positions = first_position + (WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_s))) // GROUP
     shared_end = (first_position + WHO * ROWS // GROUP + 1) // BLOCK_N * BLOCK_N
@@ -210,7 +211,7 @@ def _consume(
 
     out = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, mma_o)), 1)
     q_smem.store(out.to(dtype))  # rows as they lie in memory, so that a warp writes whole lines
-    gl.thread_barrier()
+    _meet()
     out = q_smem.load(plain)
     rows = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, plain))
     out_rows = out_ptr + (first_query + rows // GROUP).to(gl.int64) * stride_out_token + (first_head + rows % GROUP) * stride_out_head

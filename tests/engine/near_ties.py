@@ -1,4 +1,4 @@
-"""Whether rounding explains that two runs took different tokens: other batches, and a graph's padding, round otherwise."""
+"""Whether rounding explains that two runs took different tokens: other batches and padding round otherwise."""
 
 from __future__ import annotations
 
