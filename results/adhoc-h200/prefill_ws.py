@@ -4,7 +4,9 @@ al., 2024); each warpgroup's own product of the tile before runs beside its soft
 
 prefill_overlap.py's tiles, walk and masks. A tile of keys arrives as boxes of BOX slots by 64 dims, which lie in shared
 memory one after another as the columns' halves of the whole tile do. Slots past the tile's last token may hold NaN: the
-last tile's are zeroed in V by its warp before the others see it; in K the scores' mask hides them.
+last tile's are zeroed in V by its warp before the others see it; in K the scores' mask hides them. So far seen by the
+compiler (3.6.0 and 3.7.1, sm_90a: no spills, nothing serialised, the exponentials beside a product in flight) and by
+prefill_ws_on_numpy.py alone: no GPU has run it.
 """
 
 import math
@@ -236,9 +238,10 @@ def prefill_ws_kernel(
     batch_row = gl.program_id(2)
     chunk_start = gl.load(query_start_loc_ptr + batch_row)
     chunk_len = gl.load(query_start_loc_ptr + batch_row + 1) - chunk_start
+    context_len = gl.load(context_lens_ptr + batch_row)
     if first_token >= chunk_len:
         return
-    first_position = gl.load(context_lens_ptr + batch_row) - chunk_len + first_token
+    first_position = context_len - chunk_len + first_token
     num_tokens = gl.minimum(chunk_len - first_token, TOKENS)
     end = first_position + num_tokens
     num_tiles = (end + BLOCK_N - 1) // BLOCK_N

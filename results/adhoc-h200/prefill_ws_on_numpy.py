@@ -5,7 +5,7 @@ past a context hold NaN and the table past it garbage. A wrong phase is a deadlo
 
     python results/adhoc-h200/prefill_ws_on_numpy.py
 
-Differences: below 1e-14. Then every mutation of the source below must fail. What this cannot see: warps of one
+Differences: below 2e-14. Then every mutation of the source below must fail. What this cannot see: warps of one
 partition apart from each other, registers, and whether tiles lie in shared memory as [column half, slot, 64].
 """
 import itertools
