@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["INTERPRETING", "dot_dtype", "on_device", "tl", "triton", "triton_unavailable"]
+__all__ = [
+    "INTERPRETING",
+    "dot_dtype",
+    "gl",
+    "gluon",
+    "gluon_unavailable",
+    "hopper",
+    "on_device",
+    "tl",
+    "triton",
+    "triton_unavailable",
+]
 
 
 class _MissingTriton:
@@ -39,6 +50,33 @@ try:
 except ImportError:
     triton = tl = _MissingTriton()
     HAS_TRITON = INTERPRETING = False
+
+
+gluon: Any
+gl: Any
+hopper: Any
+"""Gluon's instructions for compute capability 9.0, and its host's TensorDescriptor."""
+try:
+    from types import SimpleNamespace
+
+    from triton.experimental import gluon  # type: ignore[no-redef]
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.language.nvidia import hopper as _instructions
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _names = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+    hopper = SimpleNamespace(
+        TensorDescriptor=TensorDescriptor, **{name: getattr(_instructions, name) for name in _names}
+    )
+    GLUON_MISSING = None
+except (ImportError, AttributeError) as error:  # experimental: another Triton may name it otherwise
+    gluon = gl = hopper = _MissingTriton()
+    GLUON_MISSING = f"Triton's Gluon is not as kernels need it: {error}"
+
+
+def gluon_unavailable() -> str | None:
+    """Why kernels in Gluon, Triton's language of layouts and warps, cannot be compiled, or None if they can."""
+    return GLUON_MISSING
 
 
 def triton_unavailable(device: torch.device) -> str | None:

@@ -13,6 +13,7 @@ from kernels.prefill.flash_varlen import FlashVarlenPrefill
 from kernels.prefill.reference import ReferencePrefill
 from kernels.prefill.torch_sdpa import TorchPrefill
 from kernels.prefill.triton_flash import TritonPrefill
+from kernels.prefill.warp_specialized import WarpSpecializedPrefill
 from kernels.registry import Registry, UnknownKernelError
 
 __all__ = [
@@ -37,6 +38,7 @@ _kernels: tuple[PrefillKernel, ...] = (
     ReferencePrefill(),
     TorchPrefill(),
     TritonPrefill(),
+    WarpSpecializedPrefill(),
     FlashVarlenPrefill(),
     CudnnSdpaPrefill(),
 )

@@ -156,6 +156,17 @@ class TritonPrefill(PrefillKernel):
         return out
 
 
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a scale above 0, as the kernels need it: the largest is scaled after the search for it.
+
+    Other scales are rare, so q is changed here: in a kernel it would then reach the tensor cores through registers,
+    which makes each of its products wait for its steps, a fifth of the whole.
+    """
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+
+
 @triton.jit
 def _table_entries(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The blocks of keys first .. first + BLOCK_N - 1, 0 from `end` on: one where they share it, else [BLOCK_N]."""

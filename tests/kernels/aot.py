@@ -143,6 +143,7 @@ def _compile(launch: Launch, capability: int) -> tuple[int, int, int, str]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name = launch.kernel.split(":")
     function = getattr(importlib.import_module(module), name)
@@ -165,9 +166,10 @@ def _compile(launch: Launch, capability: int) -> tuple[int, int, int, str]:
     unknown = (set(launch.types) | set(launch.constexprs)) - set(function.arg_names)
     if unknown:
         raise ValueError(f"{launch.kernel} has no arguments {sorted(unknown)}")
+    source = GluonASTSource if function.is_gluon() else ASTSource
     try:
         compiled = triton.compile(
-            ASTSource(function, signature, constexprs=constexprs, attrs=attributes),
+            source(function, signature, constexprs=constexprs, attrs=attributes),
             target=GPUTarget("cuda", capability, 32),
             options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 triton = pytest.importorskip("triton")
 tl = triton.language
 
+from kernels.prefill import warp_specialized  # noqa: E402
 from kernels.prefill.triton_flash import choose_tile  # noqa: E402
+from kernels.triton_support import gl  # noqa: E402
 from tests.kernels.aot import EXTENT, SHARED_LIMIT, Launch, compile_launches  # noqa: E402
 
 NAMES = {
@@ -83,4 +86,50 @@ def _launch(capability, head_dim, dtype, group, block_size, max_query_len) -> La
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         label=f"D{head_dim} {name} group {group} block {block_size} {tile}",
+    )
+
+
+@pytest.mark.parametrize("everything", EXTENT)
+def test_specialised_warps_compile_for_hopper(everything):
+    """No spills in 168 registers of 12 warps, and the shared memory of one program a processor, at most."""
+    cases = [
+        (128, 4, 16, "bf16"),
+        (64, 7, 24, "fp16"),
+        (128, 8, 256, "bf16"),
+        (64, 2, 16, "bf16"),
+        (128, 5, 8, "fp16"),
+    ]
+    launches = [_specialised(*case) for case in (cases if everything else cases[:2])]
+    for report in compile_launches(launches, [90]):
+        report.check()
+        assert report.ptx.count("setmaxnreg.inc") >= 2, (
+            f"{report} does not move registers to where they are needed"
+        )
+        assert "cp.async.bulk.tensor" in report.ptx
+
+
+def _specialised(head_dim, group, block_size, dtype) -> Launch:
+    box = math.gcd(block_size, warp_specialized.BLOCK_N)
+    descriptor = f"tensordesc<{dtype}[{box}, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+    return Launch(
+        kernel="kernels.prefill.warp_specialized:_prefill_kernel",
+        types={
+            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}"),
+            **dict.fromkeys(("k_desc", "v_desc"), descriptor),
+            **dict.fromkeys(("block_table_ptr", "context_lens_ptr", "query_start_loc_ptr"), "*i32"),
+            "scale_log2": "fp32",
+        },
+        constexprs={
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": warp_specialized.BLOCK_M,
+            "BLOCK_N": warp_specialized.BLOCK_N,
+            "BOX": box,
+            "STAGES": warp_specialized.NUM_STAGES,
+            "CONSUMER_REGISTERS": warp_specialized.CONSUMER_REGISTERS,
+            "PRODUCER_REGISTERS": warp_specialized.PRODUCER_REGISTERS,
+        },
+        num_warps=4,
+        label=f"D{head_dim} {dtype} group {group} block {block_size}",
     )
