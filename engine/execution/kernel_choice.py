@@ -10,13 +10,17 @@ import torch
 from engine.config import EngineConfig
 from engine.layers.attention_metadata import KernelChoice
 from kernels import decode, prefill
+from kernels.prefill import PrefillProblem
 from kernels.triton_support import triton_unavailable
 
 
-def choose_kernels(config: EngineConfig, device: torch.device) -> KernelChoice:
+def choose_kernels(
+    config: EngineConfig, device: torch.device, prompts: PrefillProblem | None = None
+) -> KernelChoice:
     """Resolve use_triton, decode_attention, prefill_attention and layer_fusion for a device.
 
-    "auto" takes the Triton kernels on a CUDA device that has Triton, and the torch ones elsewhere. A name that is
+    "auto" takes the Triton kernels on a CUDA device that has Triton, and the torch ones elsewhere; where
+    `warp_specialized` supports the prompts that the engine will have, it is the prefill kernel. A name that is
     unknown, or that cannot run on the device, is a ValueError naming those that can; nothing is ever substituted.
     """
     reason = triton_unavailable(device)
@@ -26,13 +30,14 @@ def choose_kernels(config: EngineConfig, device: torch.device) -> KernelChoice:
     use_triton = native_triton if config.use_triton == "auto" else bool(config.use_triton)
     _check_layer_fusion(config, use_triton)
     fast = native_triton and use_triton
+    prompts_by = "triton" if fast else "torch"
+    if fast and prompts is not None and prefill.get("warp_specialized").supports(prompts) is None:
+        prompts_by = "warp_specialized"
     return KernelChoice(
         decode=_choose(
             "decode_attention", config.decode_attention, decode, "planned" if fast else "torch", device
         ),
-        prefill=_choose(
-            "prefill_attention", config.prefill_attention, prefill, "triton" if fast else "torch", device
-        ),
+        prefill=_choose("prefill_attention", config.prefill_attention, prefill, prompts_by, device),
         use_triton=use_triton,
         persistent_layers=config.layer_fusion == "persistent",
     )

@@ -60,7 +60,6 @@ class ModelRunner:
         self.model_config = source.config
         self.max_model_len = config.resolve_max_model_len(source.config.max_position_embeddings)
         dtype = config.resolve_dtype(source.config.dtype)
-        self.kernels = choose_kernels(config, device)
         heads = source.config.heads_per_rank(group.size)
         self.shape = AttentionShape(
             num_q_heads=heads.num_q_heads,
@@ -70,6 +69,10 @@ class ModelRunner:
             dtype=dtype,
             device=device,
         )
+        prompts = self.shape.prefill_problem(
+            config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
+        )
+        self.kernels = choose_kernels(config, device, prompts)
         self._check_kernels()
         self._check_ranks()
         self.group = choose_all_reduce(

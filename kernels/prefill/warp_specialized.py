@@ -40,8 +40,8 @@ _meet = (
 
 
 class WarpSpecializedPrefill(TritonPrefill):
-    """On compute capability 9.0. What it is not made for goes to `triton`: short chunks, and caches of other strides
-    than an engine's (head_dim contiguous, slot after slot, 16-byte aligned)."""
+    """On compute capability 9.0. What it is not made for goes to `triton`: short chunks, and caches that are not slots
+    at equal distances, each with all its heads and 16-byte aligned, as TMA needs them."""
 
     name = "warp_specialized"
 
@@ -90,7 +90,7 @@ class WarpSpecializedPrefill(TritonPrefill):
         block_size, num_kv_heads = k_cache.shape[1:3]
         group = num_q_heads // num_kv_heads
         is_short = tile is not None or max_query_len * group <= SHORT_ROWS
-        if is_short or options or not (_in_order(k_cache) and _in_order(v_cache)):
+        if is_short or options or not (_has_rows(k_cache) and _has_rows(v_cache)):
             arguments = (q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len)
             return super().__call__(*arguments, scale, out, workspace, tile, **options)
         check_inputs(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len, out)
@@ -113,6 +113,8 @@ class WarpSpecializedPrefill(TritonPrefill):
                 *q.stride()[:2],
                 k_cache.stride(2),
                 v_cache.stride(2),
+                k_cache.stride(0) // k_cache.stride(1),
+                v_cache.stride(0) // v_cache.stride(1),
                 *out.stride()[:2],
                 block_table.stride(0),
                 GROUP=group,
@@ -129,20 +131,20 @@ class WarpSpecializedPrefill(TritonPrefill):
         return out
 
 
-def _in_order(cache: Tensor) -> bool:
-    """Whether a cache is one slot after another, as TMA sees it: [slots of all blocks, elements of a slot]."""
-    _num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+def _has_rows(cache: Tensor) -> bool:
+    """Whether TMA can see a cache as [slots, a slot's elements]; between two blocks there may be other slots."""
+    _num_blocks, _block_size, num_kv_heads, head_dim = cache.shape
     block, slot, head, dim = cache.stride()
-    aligned = slot % 8 == 0 and head % 8 == 0 and cache.data_ptr() % 16 == 0
-    inside = head * (num_kv_heads - 1) + head_dim <= slot
-    return dim == 1 and block == block_size * slot and aligned and inside
+    is_aligned = slot % 8 == 0 and head % 8 == 0 and cache.data_ptr() % 16 == 0
+    holds_heads = dim == 1 and head * (num_kv_heads - 1) + head_dim <= slot
+    return is_aligned and holds_heads and block % slot == 0
 
 
 def _descriptor(cache: Tensor, box: int) -> Any:
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-    shape = [num_blocks * block_size, cache.stride(2) * (num_kv_heads - 1) + head_dim]
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return hopper.TensorDescriptor(cache, shape, [cache.stride(1), 1], [box, 64], layout)
+    block, slot, head, _ = cache.stride()
+    shape = [(num_blocks - 1) * (block // slot) + block_size, head * (num_kv_heads - 1) + head_dim]
+    return hopper.TensorDescriptor(cache, shape, [slot, 1], [box, 64], gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
@@ -159,6 +161,7 @@ def _copy_tiles(
     empty,
     clean,
     table_ptr,
+    block_rows,
     column,
     end,
     num_tiles,
@@ -178,7 +181,7 @@ def _copy_tiles(
         rows = ()
         for i in gl.static_range(BOXES):
             key = gl.minimum(tile * BLOCK_N + i * BOX, last_box)
-            rows = rows + (gl.load(table_ptr + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
+            rows = rows + (gl.load(table_ptr + key // BLOCK_SIZE) * block_rows + key % BLOCK_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
         mbarrier.wait(empty.index(stage), (tile // STAGES + 1) & 1)
         mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
         for i in gl.static_range(BOXES):
@@ -355,6 +358,8 @@ def _prefill_kernel(
     stride_q_head,
     stride_k_head,
     stride_v_head,
+    k_block_rows,
+    v_block_rows,
     stride_out_token,
     stride_out_head,
     stride_table,
@@ -421,10 +426,10 @@ def _prefill_kernel(
             (_attend, (q_smem.index(1), k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean, turns, q_ptr,
                 out_ptr, scale_log2, stride_q_token, stride_q_head, stride_out_token, stride_out_head, first_query,
                 num_tokens, first_position, first_head, num_tiles, 1, GROUP, HEAD_DIM, BLOCK_N, STAGES)),
-            (_copy_tiles, (k_desc, k_boxes, v_atoms, k_full, k_empty, v_clean, table_ptr, kv_head * stride_k_head,
-                end, num_tiles, False, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BOX, STAGES)),
-            (_copy_tiles, (v_desc, v_boxes, v_atoms, v_full, v_empty, v_clean, table_ptr, kv_head * stride_v_head,
-                end, num_tiles, True, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BOX, STAGES)),
+            (_copy_tiles, (k_desc, k_boxes, v_atoms, k_full, k_empty, v_clean, table_ptr, k_block_rows,
+                kv_head * stride_k_head, end, num_tiles, False, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BOX, STAGES)),
+            (_copy_tiles, (v_desc, v_boxes, v_atoms, v_full, v_empty, v_clean, table_ptr, v_block_rows,
+                kv_head * stride_v_head, end, num_tiles, True, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BOX, STAGES)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -1,15 +1,16 @@
-"""The Triton prefill kernel compiled, on a GPU: accuracy by dtype, every tile height, far offsets, compilations."""
+"""The prefill kernels compiled, on a GPU: accuracy by dtype, every tile height, far offsets, compilations."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
 from kernels import prefill
-from kernels.prefill import triton_flash
-from kernels.prefill.triton_flash import choose_tile
+from kernels.prefill import PrefillProblem, triton_flash, warp_specialized
+from kernels.prefill.triton_flash import TritonPrefill, choose_tile
 from tests.kernels.prefill_case import PrefillCase, make_case
 
 pytestmark = pytest.mark.gpu
@@ -19,9 +20,28 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
-def check(case: PrefillCase, **options) -> torch.Tensor:
+KERNELS = ("triton", "warp_specialized")
+
+
+def check(case: PrefillCase, kernel: str = "triton", **options) -> torch.Tensor:
+    """Its output; skips what the kernel does not take."""
+    num_q_heads, head_dim = case.q.shape[1:]
+    block_size, num_kv_heads = case.k_cache.shape[1:3]
+    longest, device = int(case.context_lens.max()), case.q.device
+    shape = (
+        len(case.context_lens),
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        case.max_query_len,
+        longest,
+    )
+    reason = prefill.get(kernel).supports(PrefillProblem(*shape, case.q.dtype, device))
+    if reason is not None:
+        pytest.skip(reason)
     out = case.untouched_out()
-    prefill.get("triton")(*case.args, out=out, **options)
+    prefill.get(kernel)(*case.args, out=out, **options)
     precise = [t.float() for t in (case.q, case.k_cache, case.v_cache)]
     expected = prefill.get("reference")(*precise, *case.args[3:], out=case.untouched_out().float())
     used = int(case.query_start_loc[-1])
@@ -37,7 +57,8 @@ def check(case: PrefillCase, **options) -> torch.Tensor:
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
-def test_accuracy(dtype, num_q_heads, num_kv_heads, head_dim, block_size):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_accuracy(kernel, dtype, num_q_heads, num_kv_heads, head_dim, block_size):
     check(
         make_case(
             [300, 1, 0, 77, 512],
@@ -48,7 +69,8 @@ def test_accuracy(dtype, num_q_heads, num_kv_heads, head_dim, block_size):
             block_size=block_size,
             dtype=dtype,
             device="cuda",
-        )
+        ),
+        kernel,
     )
 
 
@@ -61,7 +83,8 @@ def test_odd_head_dims_and_block_sizes(dtype, head_dim, block_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_long_contexts(dtype):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_long_contexts(kernel, dtype):
     """A chunk at the end of 40,000 tokens, and one token there."""
     check(
         make_case(
@@ -72,16 +95,66 @@ def test_long_contexts(dtype):
             head_dim=128,
             dtype=dtype,
             device="cuda",
-        )
+        ),
+        kernel,
     )
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 4, 8, 9, 16, 32, 33, 100])
-def test_every_tile_height(query_len):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_tile_height(kernel, query_len):
     case = make_case(
         [query_len], [query_len + 500], num_q_heads=14, head_dim=128, dtype=torch.bfloat16, device="cuda"
     )
-    check(case)
+    check(case, kernel)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_specialised_warps_give_the_same_bits_each_time(seed):
+    """A wait that is missing somewhere would show as a difference now and then; another grid, another timing."""
+    rng = random.Random(seed)
+    queries = [rng.choice([0, 1, 33, 128, 129, 700]) for _ in range(rng.choice([1, 3, 40]))]
+    queries[0] = 200  # long enough not to go to `triton`
+    group, kv_heads = rng.choice([(1, 3), (2, 8), (4, 2), (5, 2), (8, 8), (64, 1)])
+    case = make_case(
+        queries,
+        [n + rng.choice([1, 60, 128, 3000]) for n in queries],
+        num_q_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=rng.choice([64, 128]),
+        block_size=rng.choice([8, 16, 24, 32, 256]),
+        dtype=rng.choice([torch.float16, torch.bfloat16]),
+        device="cuda",
+        seed=seed,
+    )
+    first = check(case, "warp_specialized")
+    for _ in range(20):
+        again = case.untouched_out()
+        prefill.get("warp_specialized")(*case.args, out=again)
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.2])
+def test_other_scales(scale):
+    case = make_case([150], [400], num_q_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    one, other = (prefill.get(kernel)(*case.args, scale=scale)[:150] for kernel in KERNELS)
+    torch.testing.assert_close(one.double(), case.expected(scale)[:150], atol=0.01, rtol=0.01)
+    torch.testing.assert_close(other.double(), case.expected(scale)[:150], atol=0.01, rtol=0.01)
+
+
+def test_long_chunks_do_not_go_to_another_kernel(monkeypatch):
+    case = make_case([150], [400], num_q_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    in_a_row = dataclasses.replace(case, k_cache=case.k_cache.contiguous(), v_cache=case.v_cache.contiguous())
+
+    def refuse(*_arguments, **_options):
+        raise AssertionError("went to triton")
+
+    monkeypatch.setattr(TritonPrefill, "__call__", refuse)
+    for one in (case, in_a_row):
+        check(one, "warp_specialized")
+    heads_first = case.k_cache.transpose(1, 2).contiguous().transpose(1, 2)  # TMA sees no slots there
+    with pytest.raises(AssertionError, match="went to triton"):
+        check(dataclasses.replace(case, k_cache=heads_first), "warp_specialized")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -97,12 +170,14 @@ def test_tiles_of_other_gpus_are_right_here_too(head_dim, capability):
         )
 
 
-def test_a_row_is_the_same_alone_and_in_company():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_is_the_same_alone_and_in_company(kernel):
     """Bit-equal, given the same tile: no sum crosses rows."""
     shape = {"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
     case = make_case([64, 300, 200], [900, 300, 4000], **shape)
     tile = choose_tile(128, torch.bfloat16, 2, 300, torch.cuda.get_device_capability())
-    together = check(case, tile=tile)
+    options = {"tile": tile} if kernel == "triton" else {}
+    together = check(case, kernel, **options)
     alone = dataclasses.replace(
         case,
         q=case.q[:64],
@@ -111,10 +186,11 @@ def test_a_row_is_the_same_alone_and_in_company():
         query_start_loc=case.query_start_loc[:2],
         max_query_len=64,
     )
-    assert torch.equal(prefill.get("triton")(*alone.args, tile=tile), together[:64])
+    assert torch.equal(prefill.get(kernel)(*alone.args, **options), together[:64])
 
 
-def test_offsets_past_2_31_elements():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_offsets_past_2_31_elements(kernel):
     case = make_case(
         [40], [100], head_dim=128, num_kv_heads=8, num_q_heads=16, dtype=torch.bfloat16, device="cuda"
     )
@@ -128,21 +204,24 @@ def test_offsets_past_2_31_elements():
     pool[blocks, 1] = case.v_cache[case.block_table[0, :used].long()]
     table[0, :used] = blocks.int()
     far = dataclasses.replace(case, k_cache=pool[:, 0], v_cache=pool[:, 1], block_table=table)
-    assert torch.equal(prefill.get("triton")(*far.args)[:40], prefill.get("triton")(*case.args)[:40])
+    assert torch.equal(check(far, kernel)[:40], check(case, kernel)[:40])
 
 
-def test_lengths_and_batch_sizes_do_not_recompile():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_lengths_and_batch_sizes_do_not_recompile(kernel):
     """Case K12: batches of 1 to 17, table widths and views at odd offsets share the compiled kernels."""
     shape = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
 
-    def compiled() -> int:
-        return len(triton_flash._prefill_kernel.device_caches[torch.cuda.current_device()][0])
+    module = {"triton": triton_flash, "warp_specialized": warp_specialized}[kernel]
 
-    check(make_case([200], [200], **shape))
+    def compiled() -> int:
+        return len(module._prefill_kernel.device_caches[torch.cuda.current_device()][0])
+
+    check(make_case([200], [200], **shape), kernel)
     before = compiled()
     for batch in (1, 2, 3, 15, 16, 17):
         case = make_case([100 + i for i in range(batch)], [130 + 5 * i for i in range(batch)], **shape)
-        check(case)
+        check(case, kernel)
         first = int(case.query_start_loc[1])
         tail = dataclasses.replace(
             case,
@@ -152,11 +231,12 @@ def test_lengths_and_batch_sizes_do_not_recompile():
             query_start_loc=case.query_start_loc[1:] - first,
             max_query_len=100 + batch - 1 if batch > 1 else 0,
         )
-        prefill.get("triton")(*tail.args)
+        prefill.get(kernel)(*tail.args)
     assert compiled() == before
 
 
-def test_can_be_captured():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_can_be_captured(kernel):
     case = make_case(
         [64, 100],
         [500, 100],
@@ -167,10 +247,10 @@ def test_can_be_captured():
         device="cuda",
     )
     out = case.untouched_out()
-    expected = check(case)
+    expected = check(case, kernel)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prefill.get("triton")(*case.args, out=out)
+        prefill.get(kernel)(*case.args, out=out)
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out[:164], expected[:164])
