@@ -122,11 +122,7 @@ class TritonPrefill(PrefillKernel):
             raise ValueError(f"tile.block_m {tile.block_m} is below the group of {group} query heads")
         if batch == 0 or max_query_len == 0:
             return out
-        scale = head_dim**-0.5 if scale is None else scale
-        if (
-            scale <= 0
-        ):  # seldom, so q changes here: in the kernel it would take q through registers, a fifth slower
-            q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+        q, scale = positive_scale(q, head_dim**-0.5 if scale is None else scale)
         grid = (triton.cdiv(max_query_len, tile.block_m // group), num_kv_heads, batch)
         with on_device(q):
             _prefill_kernel[grid](

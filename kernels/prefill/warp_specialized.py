@@ -86,14 +86,14 @@ class WarpSpecializedPrefill(TritonPrefill):
         **options: Any,
     ) -> Tensor:
         """See PrefillKernel. `tile`, which the plan of short chunks holds, asks for `triton`."""
+        check_inputs(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len, out)
         num_q_heads, head_dim = q.shape[1:]
         block_size, num_kv_heads = k_cache.shape[1:3]
         group = num_q_heads // num_kv_heads
         is_short = tile is not None or max_query_len * group <= SHORT_ROWS
-        if is_short or options or not (_has_rows(k_cache) and _has_rows(v_cache)):
+        if is_short or options or group > BLOCK_M or not (_takes(q, k_cache) and _takes(q, v_cache)):
             arguments = (q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len)
             return super().__call__(*arguments, scale, out, workspace, tile, **options)
-        check_inputs(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len, out)
         out = torch.empty_like(q) if out is None else out
         if block_table.shape[0] == 0:
             return out
@@ -131,13 +131,14 @@ class WarpSpecializedPrefill(TritonPrefill):
         return out
 
 
-def _has_rows(cache: Tensor) -> bool:
-    """Whether TMA can see a cache as [slots, a slot's elements]; between two blocks there may be other slots."""
-    _num_blocks, _block_size, num_kv_heads, head_dim = cache.shape
+def _takes(q: Tensor, cache: Tensor) -> bool:
+    """Whether TMA sees a cache as [slots, a slot's elements], and in tiles for q. Between blocks may be other slots."""
+    _num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     block, slot, head, dim = cache.stride()
+    fits = q.dtype in DTYPES and head_dim in HEAD_DIMS and block_size % 8 == 0
     is_aligned = slot % 8 == 0 and head % 8 == 0 and cache.data_ptr() % 16 == 0
     holds_heads = dim == 1 and head * (num_kv_heads - 1) + head_dim <= slot
-    return is_aligned and holds_heads and block % slot == 0
+    return fits and is_aligned and holds_heads and block % slot == 0
 
 
 def _descriptor(cache: Tensor, box: int) -> Any:

@@ -31,9 +31,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-ATOM_COLUMNS = 64
-"""As many of two bytes fill the 128 of the widest swizzle."""
-ELEMENT_BYTES = 2
+ATOM_COLUMNS, ELEMENT_BYTES = 64, 2  # the 128 bytes of the widest swizzle
 UNWRITTEN = np.iinfo(np.int32).max
 SLOW, QUICK = 0.01, 1.0  # how likely a partition, or a copy, is chosen to go on
 
@@ -142,6 +140,8 @@ class Scheduler:
     def _body(self, partition: _Partition) -> None:
         partition.may_go.acquire()
         try:
+            if self._is_stopping:
+                raise _Stopped
             with np.errstate(all="ignore"):
                 partition.function(*partition.arguments)
             if partition.products:

@@ -1,4 +1,4 @@
-"""The prefill kernel of specialised warps: exact on numpy whoever comes first, and what its host part decides.
+"""The prefill kernel of specialised warps: exact on numpy, whichever partition comes first.
 
 No interpreter runs the kernel, so it runs on tests/kernels/gluon_on_numpy.py. Errors put into its source must show
 there: a stand-in that forgave them would prove nothing.
@@ -7,10 +7,8 @@ there: a stand-in that forgave them would prove nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,26 +17,28 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import prefill
-from kernels.prefill import triton_flash, warp_specialized
-from kernels.prefill.triton_flash import LOG2_E, PrefillTile, TritonPrefill, choose_tile, positive_scale
-from kernels.triton_support import gluon_unavailable
+from kernels.prefill import warp_specialized
 from tests.kernels.gluon_on_numpy import KernelError, execute
 from tests.kernels.prefill_case import PrefillCase, make_case
 
 SOURCE = Path(warp_specialized.__file__)
 TOLERANCE = 1e-13
 SEEDS = range(3)
-HOPPER = torch.device("cuda", 0)
-kernel = prefill.get("warp_specialized")
 case_in_fp64 = partial(make_case, dtype=torch.float64, device="cpu")
+
+
+def in_fp64(**options: Any) -> Any:
+    """The module on numpy, where the kernel takes fp64."""
+    module = execute(SOURCE, **options)
+    module.DTYPES = (torch.float64,)
+    return module
 
 
 def largest_error(
     case: PrefillCase, *, seed: int, scale: float | None = None, changes: tuple[tuple[str, str], ...] = ()
 ) -> float:
     """Of the kernel on numpy, with what it must not write; NaN if any is."""
-    module = execute(SOURCE, seed=seed, changes=changes)
+    module = in_fp64(seed=seed, changes=changes)
     out = case.untouched_out()
     returned = module.WarpSpecializedPrefill()(*case.args, scale=scale, out=out)
     assert returned is out
@@ -129,7 +129,7 @@ def test_every_cache_and_out_has_its_own_strides() -> None:
         assert largest_error(unlike, seed=0) < TOLERANCE
     whole = torch.full((len(case.q), 5, 128), float("nan"), dtype=torch.float64)
     out = whole[:, :4, 64:]
-    execute(SOURCE).WarpSpecializedPrefill()(*case.args, out=out)
+    in_fp64().WarpSpecializedPrefill()(*case.args, out=out)
     torch.testing.assert_close(out[:43], case.expected()[:43], atol=TOLERANCE, rtol=0)
     out[:43] = float("nan")
     assert whole.isnan().all()
@@ -235,274 +235,3 @@ def test_every_error_shows(name: str) -> None:
         if not error < TOLERANCE:
             return
     pytest.fail("nothing showed")
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host part, as if Triton compiled here and every device were an H200."""
-    for module in (triton_flash, warp_specialized):
-        monkeypatch.setattr(module, "INTERPRETING", False)
-    monkeypatch.setattr(triton_flash, "triton_unavailable", lambda device: None)
-    monkeypatch.setattr(warp_specialized, "gluon_unavailable", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-
-
-PROBLEM = prefill.PrefillProblem(
-    batch_size=4,
-    num_q_heads=16,
-    num_kv_heads=4,
-    head_dim=128,
-    block_size=16,
-    max_query_len=1000,
-    max_context_len=2000,
-    dtype=torch.bfloat16,
-    device=HOPPER,
-)
-
-
-def test_the_cpu_has_no_such_kernel() -> None:
-    assert "warp_specialized" in prefill.names()
-    assert "warp_specialized" not in prefill.available("cpu")
-    assert kernel.unavailable(torch.device("cpu")) is not None
-
-
-@pytest.mark.usefixtures("on_hopper")
-def test_unavailable_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernel.unavailable(HOPPER) is None
-    for module, name, value, reason in (
-        (
-            triton_flash,
-            "triton_unavailable",
-            lambda device: "triton is not installed",
-            "triton is not installed",
-        ),
-        (warp_specialized, "gluon_unavailable", lambda: "no Gluon here", "no Gluon here"),
-        (warp_specialized, "INTERPRETING", True, "Triton's interpreter does not know Gluon"),
-    ):
-        with monkeypatch.context() as changed:
-            changed.setattr(module, name, value)
-            assert kernel.unavailable(HOPPER) == reason
-            assert kernel.supports(PROBLEM) == reason
-
-
-@pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
-def test_unavailable_on_other_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    has = f"{capability[0]}.{capability[1]}"
-    assert kernel.unavailable(HOPPER) == f"it needs compute capability 9.0, cuda:0 has {has}"
-
-
-@pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"dtype": torch.float16, "head_dim": 64, "block_size": 8}, None),
-        ({"num_q_heads": 128, "num_kv_heads": 1, "block_size": 24}, None),
-        ({"dtype": torch.float32}, "dtype torch.float32 is not one of float16, bfloat16"),
-        ({"head_dim": 96}, "head_dim 96 is not one of 64, 128"),
-        ({"head_dim": 256}, "head_dim 256 is not one of 64, 128"),
-        ({"block_size": 12}, "block_size 12 is not a multiple of 8"),
-        ({"num_q_heads": 160, "num_kv_heads": 1}, "160 query heads per KV head are above 128"),
-    ],
-    ids=str,
-)
-def test_supports_names_the_reason(changes: dict[str, Any], reason: str | None) -> None:
-    assert kernel.supports(dataclasses.replace(PROBLEM, **changes)) == reason
-
-
-@pytest.mark.usefixtures("on_hopper")
-def test_plans_of_short_chunks_are_tritons() -> None:
-    for length in (0, 1, 4, 16):  # 64 rows at most, by four heads a group
-        tile = choose_tile(128, torch.bfloat16, 4, length, (9, 0))
-        assert kernel.plan(dataclasses.replace(PROBLEM, max_query_len=length)) == {"tile": tile}
-    for length in (17, 1000):
-        assert kernel.plan(dataclasses.replace(PROBLEM, max_query_len=length)) == {}
-
-
-def cache_of(strides: tuple[int, ...], offset: int = 0, num_blocks: int = 3) -> Tensor:
-    """[num_blocks, 16, 2, 64] in fp16."""
-    return torch.zeros(20_000, dtype=torch.float16).as_strided((num_blocks, 16, 2, 64), strides, offset)
-
-
-TAKEN = {
-    "contiguous": cache_of((2048, 128, 64, 1)),
-    "of one layer": torch.zeros(2, 2, 3, 16, 2, 64, dtype=torch.float16).unbind(0)[1].unbind(0)[1],
-    "keys and values by blocks": cache_of((4096, 128, 64, 1), 2048),
-    "keys and values by slots": cache_of((4096, 256, 64, 1), 128),
-    "heads apart": cache_of((4096, 256, 128, 1), 64),
-}
-REFUSED = {
-    "dims apart": cache_of((4096, 256, 128, 2)),
-    "heads before slots": cache_of((2048, 64, 1024, 1)),
-    "slots before blocks": cache_of((128, 384, 64, 1)),
-    "slots at 264 bytes": cache_of((2112, 132, 64, 1)),
-    "heads at 136 bytes": cache_of((2176, 136, 68, 1)),
-    "half a slot between blocks": cache_of((2112, 128, 64, 1)),
-    "8 bytes off": cache_of((2048, 128, 64, 1), 4),
-}
-
-
-@pytest.mark.parametrize("name", [*TAKEN, *REFUSED])
-def test_which_caches_tma_sees_as_rows(name: str) -> None:
-    cache = TAKEN[name] if name in TAKEN else REFUSED[name]
-    assert warp_specialized._has_rows(cache) == (name in TAKEN)
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_descriptors(name: str) -> None:
-    """A token's keys are where the kernel looks for them, and no matrix ends outside its tensor."""
-    if (reason := gluon_unavailable()) is not None:
-        pytest.skip(reason)
-    cache = TAKEN[name]
-    block, slot, head, _ = cache.stride()
-    descriptor = warp_specialized._descriptor(cache, 16)
-    assert descriptor.block_shape == [16, 64]
-    matrix = cache.as_strided(descriptor.shape, descriptor.strides)
-    for number, token, kv_head in ((0, 0, 1), (1, 7, 0), (2, 15, 1)):
-        first = matrix[number * (block // slot) + token, kv_head * head]
-        assert first.data_ptr() == cache[number, token, kv_head, 0].data_ptr()
-    assert matrix[-1, -1].data_ptr() == cache[-1, -1, -1, -1].data_ptr()
-
-
-class Launches:
-    """In place of the kernel."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **constexprs: self.made.append((grid, arguments, constexprs))
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What goes to `triton`, and what is launched; both leave `out` as it is."""
-    found = SimpleNamespace(triton=[], launches=Launches())
-
-    def record(self: TritonPrefill, *arguments: Any, **options: Any) -> Tensor:
-        found.triton.append((arguments, options))
-        return arguments[8]
-
-    monkeypatch.setattr(TritonPrefill, "__call__", record)
-    monkeypatch.setattr(warp_specialized, "_prefill_kernel", found.launches)
-    monkeypatch.setattr(warp_specialized, "_descriptor", lambda cache, box: ("descriptor", cache, box))
-    return found
-
-
-def fp16_case(query_len: int) -> PrefillCase:
-    return make_case([query_len], [40], num_q_heads=8, dtype=torch.float16, device="cpu")
-
-
-def test_long_chunks_are_launched(calls: SimpleNamespace) -> None:
-    case, out = fp16_case(33), torch.empty(36, 8, 64, dtype=torch.float16)
-    assert kernel(*case.args, scale=0.5, out=out) is out
-    ((grid, arguments, constexprs),) = calls.launches.made
-    assert not calls.triton
-    assert grid == (2, 2, 1)  # 32 tokens a tile, by four heads a group
-    assert arguments[0] is case.q
-    assert arguments[1:4] == (("descriptor", case.k_cache, 16), ("descriptor", case.v_cache, 16), out)
-    assert arguments[7] == 0.5 * LOG2_E
-    assert (constexprs["GROUP"], constexprs["BOX"], constexprs["BLOCK_SIZE"]) == (4, 16, 16)
-    assert kernel(*case.args).shape == case.q.shape
-    assert calls.launches.made[1][1][7] == 64**-0.5 * LOG2_E
-
-
-@pytest.mark.parametrize(("block_size", "box"), [(8, 8), (24, 8), (48, 16), (128, 128), (256, 128)])
-def test_boxes_lie_in_blocks_and_in_tiles(block_size: int, box: int, calls: SimpleNamespace) -> None:
-    case = make_case([40], [300], num_q_heads=8, block_size=block_size, dtype=torch.float16, device="cpu")
-    kernel(*case.args)
-    ((_grid, arguments, constexprs),) = calls.launches.made
-    assert [descriptor[2] for descriptor in arguments[1:3]] == [box, box]
-    assert constexprs["BOX"] == box
-
-
-@pytest.mark.parametrize("query_len", [1, 16, 17])
-def test_short_chunks_go_to_triton(query_len: int, calls: SimpleNamespace) -> None:
-    case, out = fp16_case(query_len), torch.empty(query_len + 3, 8, 64, dtype=torch.float16)
-    workspace = torch.empty(1)
-    assert kernel(*case.args, scale=0.5, out=out, workspace=workspace) is out
-    if query_len * 4 > 64:
-        assert not calls.triton
-        assert len(calls.launches.made) == 1
-    else:
-        assert not calls.launches.made
-        (((*tensors, scale, given_out, given_workspace, tile), options),) = calls.triton
-        assert all(one is other for one, other in zip(tensors, case.args, strict=True))
-        assert (scale, tile, options) == (0.5, None, {})
-        assert given_out is out
-        assert given_workspace is workspace
-
-
-def test_tiles_and_options_go_to_triton(calls: SimpleNamespace) -> None:
-    """The plan of short chunks holds for every batch, and whatever `triton` does not know it names."""
-    case, tile = fp16_case(40), PrefillTile(64, 64, 4, 2)
-    kernel(*case.args, tile=tile)
-    kernel(*case.args, num_splits=2)
-    assert not calls.launches.made
-    assert calls.triton[0][0][10] is tile
-    assert calls.triton[1][1] == {"num_splits": 2}
-
-
-@pytest.mark.parametrize("which", ["k_cache", "v_cache"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_caches_without_rows_go_to_triton(name: str, which: str, calls: SimpleNamespace) -> None:
-    case = dataclasses.replace(fp16_case(33), k_cache=TAKEN["contiguous"], v_cache=TAKEN["heads apart"])
-    kernel(*case.args)
-    assert not calls.triton
-    case = dataclasses.replace(case, k_cache=case.k_cache if which == "v_cache" else REFUSED[name])
-    case = dataclasses.replace(case, v_cache=case.v_cache if which == "k_cache" else REFUSED[name])
-    kernel(*case.args)
-    assert len(calls.launches.made) == 1
-    assert calls.triton[0][0][:7] == case.args
-
-
-def test_triton_answers_for_what_it_is_given() -> None:
-    """Here by Triton's interpreter or on whatever GPU there is: a short chunk, and heads before slots."""
-    short = make_case([9], [40], num_q_heads=8)
-    case = make_case([20], [40], num_q_heads=8)
-    heads_first = case.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
-    for one in (short, dataclasses.replace(case, k_cache=heads_first)):
-        out = one.untouched_out()
-        assert kernel(*one.args, out=out) is out
-        torch.testing.assert_close(out.double(), one.expected(), atol=3e-6, rtol=3e-6)
-    with pytest.raises(TypeError, match="num_splits"):
-        kernel(*case.args, num_splits=2)
-
-
-def test_empty_batches_launch_nothing(calls: SimpleNamespace) -> None:
-    case = make_case([], [], num_q_heads=128, num_kv_heads=1, dtype=torch.float16, device="cpu")
-    out = case.untouched_out()
-    assert kernel(*dataclasses.replace(case, max_query_len=3).args, out=out) is out
-    assert not calls.triton
-    assert not calls.launches.made
-    assert torch.equal(out, case.untouched_out())
-
-
-@pytest.mark.parametrize(
-    ("argument", "wrong"),
-    [
-        ("block_table", torch.zeros(1, 5, dtype=torch.int64)),
-        ("context_lens", torch.zeros(2, dtype=torch.int32)),
-        ("query_start_loc", torch.zeros(1, dtype=torch.int32)),
-        ("max_query_len", 1000),
-    ],
-)
-def test_bad_arguments_are_named(argument: str, wrong: Any, calls: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match=argument):
-        kernel(*dataclasses.replace(fp16_case(33), **{argument: wrong}).args)
-    with pytest.raises(ValueError, match="out must be like q"):
-        kernel(*fp16_case(33).args, out=torch.empty(1))
-    assert not calls.launches.made
-
-
-def test_positive_scale() -> None:
-    q = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
-    same, scale = positive_scale(q, 0.25)
-    assert same is q
-    assert scale == 0.25
-    for given in (-0.25, -3.0, 0.0):
-        changed, scale = positive_scale(q, given)
-        assert scale > 0
-        assert torch.equal(changed * scale, q * given)  # the same scores
