@@ -89,10 +89,25 @@ def decode_runs() -> dict[str, Run]:
     return runs
 
 
-def run_prefill(query_lens: Sequence[int], context_lens: Sequence[int]) -> float:
-    case = prefill_case.make_case(query_lens, context_lens, num_q_heads=6, dtype=DTYPE, device=DEVICE)
-    out = prefill.get("triton")(*case.args, out=case.untouched_out())
+def run_prefill(name: str, query_lens: Sequence[int], context_lens: Sequence[int], **shape: Any) -> float:
+    case = prefill_case.make_case(
+        query_lens, context_lens, num_q_heads=6, dtype=DTYPE, device=DEVICE, **shape
+    )
+    out = prefill.get(name)(*case.args, out=case.untouched_out())
     return worst_error(out, case.expected())
+
+
+def specialised_runs() -> dict[str, Run]:
+    """Of the prefill kernel in Gluon, where it runs: chunks of 90 rows and more, or another kernel would run."""
+    if prefill.get("warp_specialized").unavailable(DEVICE) is not None:
+        return {}
+    run = run_prefill
+    return {
+        f"prefill warp_specialized, head_dim {head_dim}": lambda head_dim=head_dim: run(
+            "warp_specialized", [5, 0, 60, 30], [300, 3, 190, 30], head_dim=head_dim
+        )
+        for head_dim in (64, 128)
+    }
 
 
 def against_torch(
@@ -222,8 +237,9 @@ def all_runs() -> dict[str, Run]:
     """Every run by name, in the order in which main takes them."""
     return {
         **decode_runs(),
-        "prefill triton, chunks of prompts": lambda: run_prefill([5, 0, 40], [20, 3, 90]),
-        "prefill triton, one token": lambda: run_prefill([1], [70]),
+        "prefill triton, chunks of prompts": lambda: run_prefill("triton", [5, 0, 40], [20, 3, 90]),
+        "prefill triton, one token": lambda: run_prefill("triton", [1], [70]),
+        **specialised_runs(),
         **elementwise_runs(),
         "slot state": run_slot_state,
         "one-shot all-reduce": run_all_reduce,
