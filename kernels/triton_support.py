@@ -8,6 +8,7 @@ it is, and `triton_unavailable` says why it cannot be launched.
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,10 +56,9 @@ except ImportError:
 gluon: Any
 gl: Any
 hopper: Any
-"""Gluon's instructions for compute capability 9.0, and its host's TensorDescriptor."""
+"""Gluon's instructions for compute capability 9.0, with `meet`, a barrier of a partition's warps, and the host's
+TensorDescriptor."""
 try:
-    from types import SimpleNamespace
-
     from triton.experimental import gluon  # type: ignore[no-redef]
     from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
     from triton.experimental.gluon.language.nvidia import hopper as _instructions
@@ -66,7 +66,9 @@ try:
 
     _names = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
     hopper = SimpleNamespace(
-        TensorDescriptor=TensorDescriptor, **{name: getattr(_instructions, name) for name in _names}
+        TensorDescriptor=TensorDescriptor,
+        meet=gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier,  # Triton 3.6, and since
+        **{name: getattr(_instructions, name) for name in _names},
     )
     GLUON_MISSING = None
 except (ImportError, AttributeError) as error:  # experimental: another Triton may name it otherwise

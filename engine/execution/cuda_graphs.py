@@ -30,7 +30,7 @@ CAPTURE_COST = 3.0
 """What a capture takes, in steps of which the host launches one kernel after another."""
 
 CAPTURE_PAUSE = 16
-"""Steps with chunks from one capture of such a step to the next, at least: everybody waits for a capture."""
+"""Steps with chunks between two captures of such steps, at least: everybody waits for a capture."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,14 +35,16 @@ from engine.scheduling.step import Chunk, NewBlocks, SlotSetting, StepInput
 from kernels.compile_ahead import can_compile_ahead, compile_ahead
 from kernels.decode.planner import device_sm_count
 from kernels.persistent import unsupported_block_size
+from kernels.prefill import PrefillProblem
 from kernels.slot_state import DecodeRows, DrawSettings, draw_settings, keep_newest, start_decodes
 from kernels.tuned_tables import device_name
 
 _HARDEST_SAMPLING = SlotSetting(0, 1.0, MAX_CANDIDATES + 1, 0.9, 0, 1)
 """With top-p, log-probabilities, and a top-k of which ranks cannot decide from a few candidates: they gather all."""
 
-_REHEARSED_PROMPTS = (128, 16, 1)
-"""Tokens. Kernels for prefill differ between long chunks, short ones, and what a cached prefix leaves of a prompt."""
+_REHEARSED_PROMPTS, _REHEARSED_ROWS = (128, 16, 1), 64
+"""Tokens, and tokens times query heads of a group. Kernels for prefill differ between long chunks, short ones, and what
+a cached prefix leaves of a prompt; those of attention go by rows of its tiles."""
 
 
 class ModelRunner:
@@ -69,10 +71,7 @@ class ModelRunner:
             dtype=dtype,
             device=device,
         )
-        prompts = self.shape.prefill_problem(
-            config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
-        )
-        self.kernels = choose_kernels(config, device, prompts)
+        self.kernels = choose_kernels(config, device, self._prompts())
         self._check_kernels()
         self._check_ranks()
         self.group = choose_all_reduce(
@@ -187,7 +186,8 @@ class ModelRunner:
         For compile_ahead: no result of a Triton kernel is used as an index. Slot 0 and the KV cache are left used.
         """
         most = max(1, min(self.config.max_num_batched_tokens, self.max_model_len - 1))
-        num_tokens = [min(n, most) for n in _REHEARSED_PROMPTS]
+        of_rows = max(1, _REHEARSED_ROWS // (self.shape.num_q_heads // self.shape.num_kv_heads))
+        num_tokens = sorted({min(n, most) for n in (*_REHEARSED_PROMPTS, of_rows)}, reverse=True)
         num_blocks = -(-max(num_tokens) // self.shape.block_size)
         self.kv_cache = self._new_kv_cache(num_blocks)[:1]
         settings, new_blocks = (_HARDEST_SAMPLING,), (NewBlocks(0, 0, tuple(range(num_blocks))),)
@@ -323,15 +323,17 @@ class ModelRunner:
             next_block += num_blocks
         return StepInput(tuple(settings), tuple(new_blocks), (), 0, 0, tuple(chunks))
 
+    def _prompts(self) -> PrefillProblem:
+        """The most that a step's chunks can be."""
+        chunk = min(self.config.max_num_batched_tokens, self.max_model_len)
+        return self.shape.prefill_problem(self.config.max_num_seqs, chunk, self.max_model_len)
+
     def _check_kernels(self) -> None:
         """Refuse, by name and reason, a kernel that cannot serve this model's heads, block size or dtype."""
         rows, length = self.config.max_num_seqs, self.max_model_len
-        chunk = min(self.config.max_num_batched_tokens, length)
         refusals = {
             "decode_attention": self.kernels.decode.supports(self.shape.decode_problem(rows, length)),
-            "prefill_attention": self.kernels.prefill.supports(
-                self.shape.prefill_problem(rows, chunk, length)
-            ),
+            "prefill_attention": self.kernels.prefill.supports(self._prompts()),
         }
         for field, reason in refusals.items():
             if reason is not None:

@@ -108,7 +108,7 @@ class TritonPrefill(PrefillKernel):
     ) -> Tensor:
         """See PrefillKernel. `tile` is the plan's choice; None chooses it here."""
         if options:
-            raise TypeError(f"triton takes no option {sorted(options)}")
+            raise TypeError(f"{self.name} takes no option {sorted(options)}")
         check_inputs(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len, out)
         out = torch.empty_like(q) if out is None else out
         batch = block_table.shape[0]
@@ -158,7 +158,7 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     Other scales are rare, so q is changed here: in a kernel it would then reach the tensor cores through registers,
     which makes each of its products wait for its steps, a fifth of the whole.
     """
-    if scale > 0:
+    if not scale <= 0:  # NaN too
         return q, scale
     return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 

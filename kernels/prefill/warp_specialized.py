@@ -34,14 +34,23 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 
 fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-_meet = (
-    gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-)  # a partition's warps; Triton 3.6, 3.7
+_meet = hopper.meet
+
+
+def unsupported(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Why the kernel is not made for such a cache, or None if it is."""
+    if dtype not in DTYPES:
+        return f"dtype {dtype} is not one of float16, bfloat16"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim} is not one of 64, 128"
+    if block_size % 8:
+        return f"block_size {block_size} is not a multiple of 8"
+    return None
 
 
 class WarpSpecializedPrefill(TritonPrefill):
-    """On compute capability 9.0. What it is not made for goes to `triton`: short chunks, and caches that are not slots
-    at equal distances, each with all its heads and 16-byte aligned, as TMA needs them."""
+    """On compute capability 9.0. What it is not made for goes to `triton`: short chunks, caches that are not slots at
+    equal distances, each with all its heads and 16-byte aligned, as TMA needs them, and what supports() refuses."""
 
     name = "warp_specialized"
 
@@ -56,15 +65,8 @@ class WarpSpecializedPrefill(TritonPrefill):
         return None
 
     def supports(self, problem: PrefillProblem) -> str | None:
-        if (reason := super().supports(problem)) is not None:
-            return reason
-        if problem.dtype not in DTYPES:
-            return f"dtype {problem.dtype} is not one of float16, bfloat16"
-        if problem.head_dim not in HEAD_DIMS:
-            return f"head_dim {problem.head_dim} is not one of 64, 128"
-        if problem.block_size % 8:
-            return f"block_size {problem.block_size} is not a multiple of 8"
-        return None
+        reason = super().supports(problem)
+        return reason or unsupported(problem.dtype, problem.head_dim, problem.block_size)
 
     def plan(self, problem: PrefillProblem) -> dict[str, Any]:
         group = problem.num_q_heads // problem.num_kv_heads
@@ -133,9 +135,9 @@ class WarpSpecializedPrefill(TritonPrefill):
 
 def _takes(q: Tensor, cache: Tensor) -> bool:
     """Whether TMA sees a cache as [slots, a slot's elements], and in tiles for q. Between blocks may be other slots."""
-    _num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     block, slot, head, dim = cache.stride()
-    fits = q.dtype in DTYPES and head_dim in HEAD_DIMS and block_size % 8 == 0
+    fits = num_blocks > 0 and unsupported(q.dtype, head_dim, block_size) is None
     is_aligned = slot % 8 == 0 and head % 8 == 0 and cache.data_ptr() % 16 == 0
     holds_heads = dim == 1 and head * (num_kv_heads - 1) + head_dim <= slot
     return fits and is_aligned and holds_heads and block % slot == 0

@@ -104,7 +104,7 @@ def largest_error(case, *, seed=0, changes=(), scale=None, **options):
     return (out - case.expected(scale)).abs().max().item()
 
 
-def fuzzed(r, long=False):
+def fuzzed(r):
     kv_heads, group = r.choice([1, 2, 3]), r.choice([1, 2, 3, 4, 5, 7, 8, 32, 64, 100, 128])
     batch = r.choice([1, 2, 3, 5])
     most = 8 if group > 16 else 40 if group > 4 else 200
@@ -118,7 +118,7 @@ def fuzzed(r, long=False):
     )  # fmt: skip
     options = dict(
         stages=r.choice([2, 2, 2, 3, 4]), zigzag=r.random() < 0.7, snake=r.random() < 0.7, seed=r.randrange(10**6),
-        early_queries=r.random() < 0.7, num_programs=r.choice([1, 1, 2, 3, 5, 132]), scale=r.choice([None, None, -0.2]),
+        early_queries=r.random() < 0.7, wide_offsets=r.random() < 0.3, num_programs=r.choice([1, 1, 2, 3, 5, 132]), scale=r.choice([None, None, -0.2]),
     )  # fmt: skip
     return (queries, contexts, kv_heads, group), case, options
 
@@ -136,7 +136,7 @@ MUTATIONS = {
     "tells of last tiles only": ("mbarrier.arrive(clean.index(stage))", "pass"),
     "never tells of last tiles": ("mbarrier.arrive(clean.index(stage_last))", "pass"),
     "zeroes another stage": ("stage_last = (done - 1) % STAGES", "stage_last = done % STAGES"),
-    "producers take the next item's number": ("        turn += 1\n        number = _number(turn, programs, SNAKE)\n        row, first, start, stop = _seek(number, row, first, locs_ptr, batch, TOKENS, KV_HEADS)\n\n\n", "        turn += 2\n        number = _number(turn, programs, SNAKE)\n        row, first, start, stop = _seek(number, row, first, locs_ptr, batch, TOKENS, KV_HEADS)\n\n\n"),
+    "producers go another way": ("        number = _next_number(number, turn, step, SNAKE)\n        row, first, start, stop = _seek(number, row, first, locs_ptr, batch, TOKENS, KV_HEADS)\n\n\n", "        number = number + step // 2\n        row, first, start, stop = _seek(number, row, first, locs_ptr, batch, TOKENS, KV_HEADS)\n\n\n"),
     # the warpgroups
     "awaits no first keys of an item": ("        if is_next:\n            _wait_full(k_full, count, STAGES)", "        pass"),
     "awaits keys after the last item": ("        if is_next:\n            _wait_full(k_full, count, STAGES)", "        _wait_full(k_full, count, STAGES)"),
@@ -169,7 +169,7 @@ MUTATIONS = {
     "stops a row early": ("while (row < batch) & (number >=", "while (row < batch) & (number >"),
     "rounds tiles down": ("    items = (stop - start + TOKENS - 1) // TOKENS * KV_HEADS\n    while", "    items = (stop - start) // TOKENS * KV_HEADS\n    while"),
     "wrong tile": ("// TOKENS - 1 - level", "// TOKENS - level"),
-    "snake without its end": ("(programs - 1 - 2 * program)", "(programs - 2 * program)"),
+    "snake without its end": ("turn * step - 1 - number", "turn * step - number"),
     "too few barriers' arrivals": ("mbarrier.init(v_empty.index(i), count=2)", "mbarrier.init(v_empty.index(i), count=1)"),
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ def tokens_that_rounding_allows(
 def assert_same_but_ties(
     directory: Path, requests: Sequence[tuple[int, list[int], dict[str, Any]]], tokens: list, expected: list
 ) -> None:
-    """Each request's tokens are those expected, or part where rounding allows both; at most one in fifty does.
+    """Each request's tokens are those expected, or part where rounding allows both; one, and one in fifty, at most.
 
     requests: (step of arrival, prompt, sampling parameters), each with a seed unless greedy; the checkpoint's dtype is
     float32.

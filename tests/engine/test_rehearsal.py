@@ -69,13 +69,14 @@ assert runner.state.num_computed[runner.state.padding_slot] == -1 and runner.gro
 print(lazily(lambda: runner.launch(runner._largest_step()).result()))
 print(lazily(generate, 1, 200), lazily(generate, 1, 9), lazily(generate, 1, 100, temperature=0.0))
 print(lazily(generate, 16, 70, top_p=0.9, logprobs=2), lazily(generate, 16, 70, temperature=0.0))
-print(lazily(generate, 3, 70, top_k=5), lazily(generate, 1, 30, top_k=5))
+print(lazily(generate, 3, 70, top_k=5), lazily(generate, 1, 30, top_k=5), lazily(generate, 1, 6))
 """
 
 
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "small": (1, {"num_hidden_layers": 3}),
     "grouped": (1, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}),
+    "groups of 8": (1, {"num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 2}),
     "ranks": (2, {}),
 }
 
@@ -83,7 +84,7 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_first_steps_compile_nothing(shape: str) -> None:
     ranks, changes = SHAPES[shape]
-    assert run_program(f"RANKS, CHANGES = {ranks}, {changes}\n{PROGRAM}").split() == ["[]"] * 8
+    assert run_program(f"RANKS, CHANGES = {ranks}, {changes}\n{PROGRAM}").split() == ["[]"] * 9
 
 
 @pytest.fixture

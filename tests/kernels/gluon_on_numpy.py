@@ -466,7 +466,6 @@ def _language() -> SimpleNamespace:
         load=_load,
         store=_store,
         allocate_shared_memory=_allocate,
-        thread_barrier=_meet,
         warp_specialize=lambda functions, warps, registers: _program.run(functions),
         inline_asm_elementwise=lambda asm, constraints, arguments, **options: arguments[0],
     )
@@ -484,6 +483,7 @@ def execute(path: Path, *, seed: int = 0, changes: Sequence[tuple[str, str]] = (
 
     hopper = SimpleNamespace(
         TensorDescriptor=TensorDescriptor,
+        meet=_meet,
         fence_async_shared=_fence,
         mbarrier=SimpleNamespace(
             MBarrierLayout=lambda: None, init=Barrier.init, wait=_wait, arrive=_arrive, expect=_arrive
