@@ -32,9 +32,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 
 fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-_meet = (
-    gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-)  # a partition's warps; Triton 3.6, 3.7
+_meet = hopper.meet
 
 
 def _has_rows(cache: Tensor) -> bool:
