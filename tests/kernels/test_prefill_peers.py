@@ -85,9 +85,9 @@ def runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_they_are_registered_after_the_paged_kernels() -> None:
-    assert prefill.names()[3:5] == list(PEERS) == list(prefill.CONTIGUOUS_ONLY)
+    assert prefill.names()[4:6] == list(PEERS) == list(prefill.CONTIGUOUS_ONLY)
     assert not set(PEERS) & set(prefill.available("cpu"))
-    assert all(prefill.get(name).paged for name in ("reference", "torch", "triton"))
+    assert all(prefill.get(name).paged for name in ("reference", "torch", "triton", "warp_specialized"))
 
 
 @pytest.mark.parametrize("name", PEERS)
