@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import cdiv, on_device, tl, triton
 
 BLOCK = 1024
 
@@ -24,7 +24,7 @@ def silu_mul(gate_up: Tensor, *, use_triton: bool) -> Tensor:
     out = torch.empty((tokens, intermediate), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         with on_device(gate_up):
-            _silu_mul_kernel[(tokens, triton.cdiv(intermediate, BLOCK))](
+            _silu_mul_kernel[(tokens, cdiv(intermediate, BLOCK))](
                 gate_up, out, gate_up.stride(0), INTERMEDIATE=intermediate, BLOCK=BLOCK, num_warps=4
             )
     return out

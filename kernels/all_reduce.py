@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import cdiv, next_power_of_2, on_device, tl, triton
 
 # Of every call, whatever its size.
 NUM_PROGRAMS = 32
@@ -104,7 +104,7 @@ def one_shot_all_reduce(x: Tensor, buffers: PeerBuffers) -> Tensor:
     if not 0 < x.nbytes <= buffers.max_bytes:
         raise ValueError(f"x must have 1 to {buffers.max_bytes} bytes, got {x.nbytes}")
     numel = x.numel()
-    tile = min(max(triton.next_power_of_2(triton.cdiv(numel, NUM_PROGRAMS)), MIN_TILE), MAX_TILE)
+    tile = min(max(next_power_of_2(cdiv(numel, NUM_PROGRAMS)), MIN_TILE), MAX_TILE)
     with on_device(x):
         _one_shot_kernel[(NUM_PROGRAMS,)](
             x,
@@ -114,7 +114,7 @@ def one_shot_all_reduce(x: Tensor, buffers: PeerBuffers) -> Tensor:
             _round_up(buffers.max_bytes),
             buffers.rank,
             SIZE=buffers.size,
-            LANES=triton.next_power_of_2(buffers.size),
+            LANES=next_power_of_2(buffers.size),
             TILE=tile,
             SIGNALS=SIGNALS,
             SIGNAL_BYTES=SIGNAL_BYTES,

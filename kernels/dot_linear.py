@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from kernels.triton_support import dot_dtype, on_device, tl, triton
+from kernels.triton_support import cdiv, dot_dtype, on_device, tl, triton
 
 MAX_ROWS = 16
 
@@ -43,7 +43,7 @@ def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: D
     rows, (out_features, in_features) = x.shape[0], weight.shape
     out = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
     with on_device(x):
-        _dot_kernel[(triton.cdiv(out_features, tile.block_n),)](
+        _dot_kernel[(cdiv(out_features, tile.block_n),)](
             x,
             weight,
             bias,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import cdiv, next_power_of_2, on_device, tl, triton
 
 MAX_BLOCK = 1024
 
@@ -69,9 +69,9 @@ def _launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping
     if not tokens:
         return
     width = num_kv_heads * head_dim
-    block = min(triton.next_power_of_2(width), MAX_BLOCK)
+    block = min(next_power_of_2(width), MAX_BLOCK)
     with on_device(k):
-        _write_kv_kernel[(tokens, triton.cdiv(width, block))](
+        _write_kv_kernel[(tokens, cdiv(width, block))](
             k,
             v,
             k_cache,

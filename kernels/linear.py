@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kernels import product_choice
 from kernels.dot_linear import DotTile, dot_linear
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import cdiv, next_power_of_2, on_device, tl, triton
 from kernels.tuned_tables import device_name
 
 MAX_ROWS = 4
@@ -31,7 +31,7 @@ def choose_tile(out_features: int, in_features: int, rows: int) -> RowTile:
         block_n, block_k = 4, 512
     else:
         block_n, block_k = (2, 1024) if out_features <= 2048 else (8, 512)
-    return RowTile(block_n, min(triton.next_power_of_2(in_features), block_k), 4)
+    return RowTile(block_n, min(next_power_of_2(in_features), block_k), 4)
 
 
 def linear(
@@ -73,11 +73,11 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowTil
     if bias is not None and bias.shape != (out_features,):
         raise ValueError(f"bias must be [{out_features}], got shape {tuple(bias.shape)}")
     x = x if x.stride(1) == 1 else x.contiguous()
-    padded_rows = triton.next_power_of_2(rows)
+    padded_rows = next_power_of_2(rows)
     tile = tile or choose_tile(out_features, in_features, padded_rows)
     out = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
     with on_device(x):
-        _few_rows_kernel[(triton.cdiv(out_features, tile.block_n),)](
+        _few_rows_kernel[(cdiv(out_features, tile.block_n),)](
             x,
             weight,
             bias,

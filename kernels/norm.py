@@ -11,7 +11,7 @@ fastest tile from 1 to 256 rows of 1,024 to 5,120, ahead of torch.compile.
 import torch
 from torch import Tensor
 
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import cdiv, next_power_of_2, on_device, tl, triton
 
 # Elements of a program: short rows (the heads of QK-norm) share one. 16 bytes of bf16 for each thread of four warps.
 TILE_ELEMENTS = 1024
@@ -72,12 +72,12 @@ def _launch(
     normed = torch.empty(x.shape, dtype=torch.promote_types(norm_dtype, weight.dtype), device=x.device)
     total = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     num_rows, heads = x.shape[0] * x.shape[1], x.shape[1]
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     rows = rows or max(1, TILE_ELEMENTS // block)
     strides = (*x.stride()[:2], *(x if residual is None else residual).stride()[:2])
     if num_rows:
         with on_device(x):
-            _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+            _rms_norm_kernel[(cdiv(num_rows, rows),)](
                 x,
                 x if residual is None else residual,
                 weight.contiguous(),

@@ -5,7 +5,7 @@ from torch import Tensor
 from kernels.kv_write import check_kv_write, write_kv
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, check_rope
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import cdiv, next_power_of_2, on_device, tl, triton
 
 # Elements of half a tile of heads: 16 bytes of bf16 for each thread of four warps.
 TILE_ELEMENTS = 1024
@@ -70,12 +70,12 @@ def _launch(
     num_kv_heads = k.shape[1]
     if not tokens:
         return
-    block_half = triton.next_power_of_2(head_dim // 2)
-    most_heads = triton.next_power_of_2(max(num_q_heads, num_kv_heads))
+    block_half = next_power_of_2(head_dim // 2)
+    most_heads = next_power_of_2(max(num_q_heads, num_kv_heads))
     block_heads = min(most_heads, max(1, TILE_ELEMENTS // block_half))
-    q_tiles = triton.cdiv(num_q_heads, block_heads)
+    q_tiles = cdiv(num_q_heads, block_heads)
     with on_device(q):
-        _qk_norm_rope_write_kernel[(tokens, q_tiles + triton.cdiv(num_kv_heads, block_heads))](
+        _qk_norm_rope_write_kernel[(tokens, q_tiles + cdiv(num_kv_heads, block_heads))](
             q,
             k,
             v,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import cdiv, next_power_of_2, on_device, tl, triton
 
 TILE_ELEMENTS = 2048
 
@@ -57,11 +57,11 @@ def _launch(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     tokens, num_q_heads, head_dim = q.shape
     if not tokens:
         return
-    block_half = triton.next_power_of_2(head_dim // 2)
+    block_half = next_power_of_2(head_dim // 2)
     num_heads = num_q_heads + k.shape[1]
-    heads = min(triton.next_power_of_2(num_heads), max(1, TILE_ELEMENTS // block_half))
+    heads = min(next_power_of_2(num_heads), max(1, TILE_ELEMENTS // block_half))
     with on_device(q):
-        _rope_kernel[(tokens, triton.cdiv(num_heads, heads))](
+        _rope_kernel[(tokens, cdiv(num_heads, heads))](
             q,
             k,
             positions,

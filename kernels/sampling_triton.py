@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import cdiv, next_power_of_2, on_device, tl, triton
 
 CHUNK = 4096
 NUM_PIVOTS = 16
@@ -77,8 +77,8 @@ class _Rows:
         self.logits = logits if logits.stride(1) == 1 else logits.contiguous()
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.num_rows, self.vocab_size = logits.shape
-        self.chunk = min(CHUNK, triton.next_power_of_2(self.vocab_size))
-        self.num_chunks = triton.cdiv(self.vocab_size, self.chunk)
+        self.chunk = min(CHUNK, next_power_of_2(self.vocab_size))
+        self.num_chunks = cdiv(self.vocab_size, self.chunk)
         device = logits.device
         per_chunk = (self.num_rows, self.num_chunks)
         self.chunk_max = torch.empty(per_chunk, dtype=torch.float32, device=device)
@@ -91,7 +91,7 @@ class _Rows:
             "VOCAB_SIZE": self.vocab_size,
             "CHUNK": self.chunk,
             "NUM_CHUNKS": self.num_chunks,
-            "CHUNKS": triton.next_power_of_2(self.num_chunks),
+            "CHUNKS": next_power_of_2(self.num_chunks),
             "UNUSED_BITS": UNUSED_BITS[self.logits.dtype],
             "UNIT": float(1 << (62 - self.vocab_size.bit_length())),
         }
@@ -103,7 +103,7 @@ class _Rows:
         self.is_cut = True
         width, num_passes = 1 << (32 - self.constants["UNUSED_BITS"]), 0
         while width > 1:
-            width, num_passes = triton.cdiv(width, NUM_PIVOTS + 1), num_passes + 1
+            width, num_passes = cdiv(width, NUM_PIVOTS + 1), num_passes + 1
         # Bounds and measures alternate between two places: a pass reads one while it writes the other.
         bounds = self.cut.new_empty((2, self.num_rows, 3))
         measures = self.cut.new_empty((2, self.num_rows, self.num_chunks, NUM_PIVOTS))

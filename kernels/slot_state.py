@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.random_stream import uniform, uniform_in_kernel
-from kernels.triton_support import on_device, tl, triton
+from kernels.triton_support import next_power_of_2, on_device, tl, triton
 
 # Columns of the block table that one turn copies: four int32 for each of four warps' threads, twice.
 MAX_TILE = 1024
@@ -157,7 +157,7 @@ def _start_by_triton(
                 max_blocks,
                 *_settings_arguments(state, settings),
                 BLOCK_SIZE=block_size,
-                TILE=min(MAX_TILE, triton.next_power_of_2(max_blocks)),
+                TILE=min(MAX_TILE, next_power_of_2(max_blocks)),
                 DRAWN=drawn,
                 num_warps=4,
             )

@@ -27,7 +27,7 @@ from torch import Tensor
 from kernels.decode.online_softmax import LOG2_E
 from kernels.decode.planner import device_sm_count
 from kernels.persistent.kernel import FIELDS, NUM_PHASES, layers_kernel
-from kernels.triton_support import INTERPRETING, dot_dtype, on_device, triton
+from kernels.triton_support import INTERPRETING, dot_dtype, next_power_of_2, on_device
 
 MAX_ROWS = 2
 """Rows at most: products are made on the plain cores, a row at a time."""
@@ -125,7 +125,7 @@ class LayerTile:
 
     def of_product(self, in_features: int) -> tuple[int, int]:
         """(outputs, inputs) of a tile of weights."""
-        block_k = min(self.block_k, max(8, triton.next_power_of_2(in_features)))
+        block_k = min(self.block_k, max(8, next_power_of_2(in_features)))
         return self.numel // block_k, block_k
 
 
@@ -147,13 +147,13 @@ def layer_constexprs(
         "ATTENTION_BIAS": shape.attention_bias,
         "MLP_BIAS": shape.mlp_bias,
         "NUM_FIELDS": len(FIELDS),
-        "ROWS": triton.next_power_of_2(rows),
+        "ROWS": next_power_of_2(rows),
         "HEADS": MAX_GROUP,
         "TILE": tile.keys,
         "CHUNK": NUM_SPLITS_AT_ONCE,
         "HIDDEN_N": hidden_n,
         "HIDDEN_K": hidden_k,
-        "HIDDEN_PADDED": triton.next_power_of_2(shape.hidden_size),
+        "HIDDEN_PADDED": next_power_of_2(shape.hidden_size),
         "HEADS_N": heads_n,
         "HEADS_K": heads_k,
         "INTERMEDIATE_N": intermediate_n,

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from kernels.prefill.contract import PrefillKernel, PrefillProblem, check_inputs
-from kernels.triton_support import INTERPRETING, dot_dtype, on_device, tl, triton, triton_unavailable
+from kernels.triton_support import (
+    INTERPRETING,
+    cdiv,
+    dot_dtype,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    triton_unavailable,
+)
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
@@ -47,7 +56,7 @@ def choose_tile(
     shared memory of sm_86, sm_89 and sm_120, but for those of sm_90 and sm_100, which have 227 KB; none
     spills registers to speak of up to 16 heads a group (tests/kernels/test_prefill_aot.py has bounds).
     """
-    group_rows = triton.next_power_of_2(group)
+    group_rows = next_power_of_2(group)
     if capability is None:  # small tiles: short tests still take several steps
         return PrefillTile(max(16, group_rows), 16, 1, 1)
     wide = head_dim > 128
@@ -123,7 +132,7 @@ class TritonPrefill(PrefillKernel):
         if batch == 0 or max_query_len == 0:
             return out
         q, scale = positive_scale(q, head_dim**-0.5 if scale is None else scale)
-        grid = (triton.cdiv(max_query_len, tile.block_m // group), num_kv_heads, batch)
+        grid = (cdiv(max_query_len, tile.block_m // group), num_kv_heads, batch)
         with on_device(q):
             _prefill_kernel[grid](
                 q,
@@ -141,7 +150,7 @@ class TritonPrefill(PrefillKernel):
                 block_table.stride(0),
                 GROUP=group,
                 HEAD_DIM=head_dim,
-                BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+                BLOCK_D=max(16, next_power_of_2(head_dim)),
                 BLOCK_SIZE=block_size,
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.prefill.contract import PrefillProblem, check_inputs
 from kernels.prefill.triton_flash import LOG2_E, PrefillTile, TritonPrefill, positive_scale
-from kernels.triton_support import INTERPRETING, gl, gluon, gluon_unavailable, hopper, on_device, triton
+from kernels.triton_support import INTERPRETING, cdiv, gl, gluon, gluon_unavailable, hopper, on_device
 
 BLOCK_M, BLOCK_N = 128, 128
 """Rows (tokens x heads of a group) and keys of a tile."""
@@ -101,7 +101,7 @@ class WarpSpecializedPrefill(TritonPrefill):
             return out
         q, scale = positive_scale(q, head_dim**-0.5 if scale is None else scale)
         box = math.gcd(block_size, BLOCK_N)
-        grid = (triton.cdiv(max_query_len, BLOCK_M // group), num_kv_heads, block_table.shape[0])
+        grid = (cdiv(max_query_len, BLOCK_M // group), num_kv_heads, block_table.shape[0])
         with on_device(q):
             _prefill_kernel[grid](
                 q,

@@ -196,7 +196,7 @@ MUTATIONS = {
     "attends for empty chunks": ("if first_token >= chunk_len:", "if first_token > chunk_len:"),
     # the host
     "a scale below 0 without its queries": ("q, scale = positive_scale(", "_, scale = positive_scale("),
-    "a grid rounded down": ("triton.cdiv(max_query_len, BLOCK_M // group)", "max_query_len // (BLOCK_M // group)"),
+    "a grid rounded down": ("cdiv(max_query_len, BLOCK_M // group)", "max_query_len // (BLOCK_M // group)"),
     "no last block": ("(num_blocks - 1) * (block // slot) + block_size", "(num_blocks - 1) * (block // slot)"),
     "no last head": ("head * (num_kv_heads - 1) + head_dim]", "head * (num_kv_heads - 1)]"),
 }  # fmt: skip
