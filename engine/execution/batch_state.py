@@ -9,6 +9,7 @@ import torch
 
 from engine.execution.upload import upload
 from engine.scheduling.step import SlotSetting, StepInput
+from kernels.triton_support import next_power_of_2
 
 MAX_CANDIDATES = 256
 """Beyond this top_k, ranks gather all logits."""
@@ -102,7 +103,7 @@ class BatchState:
                 return 0
             if setting.temperature > 0:
                 needed = max(needed, setting.top_k)
-        return 1 << (needed - 1).bit_length() if needed <= MAX_CANDIDATES else 0
+        return next_power_of_2(needed) if needed <= MAX_CANDIDATES else 0
 
     def num_logprobs(self, slots: tuple[int, ...]) -> list[tuple[int, int]]:
         """(row, how many) of the rows that ask for log-probabilities."""

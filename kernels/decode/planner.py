@@ -10,6 +10,7 @@ import torch
 
 from kernels.decode.contract import DecodeProblem
 from kernels.decode.cost_model import Gpu, Work, cost_model, shares_model
+from kernels.triton_support import next_power_of_2
 from kernels.tuned_tables import device_name
 
 # Without a GPU to ask (planning ahead of time, the interpreter): an H100's or H200's.
@@ -194,7 +195,7 @@ def head_tiles(problem: DecodeProblem) -> int:
 
 def padded_dim(head_dim: int) -> int:
     """head_dim up to the power of two that Triton's blocks and the least dot product take."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, next_power_of_2(head_dim))
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from kernels.decode.planner import (
     work_of,
 )
 from kernels.decode.split_kv import attend_splits
-from kernels.triton_support import tl, triton
+from kernels.triton_support import next_power_of_2, tl, triton
 
 # Rows of a query tile, at most: as many queries as share one reading of the prefix.
 MAX_QUERIES = 64
@@ -217,7 +217,7 @@ def _attend(
         *call.cache_strides,
         call.block_table.stride(0),
         QUERIES=queries,
-        ROWS=max(16, 1 << (problem.batch_size - 1).bit_length()),
+        ROWS=max(16, next_power_of_2(problem.batch_size)),
         **constexprs,
         # As TileShape, for an accumulator of so many rows.
         num_warps=8 if queries * padded_dim(problem.head_dim) > 4096 else shape.num_warps,
@@ -230,7 +230,7 @@ def query_rows(problem: DecodeProblem) -> int:
     if problem.dtype == torch.float32:
         return 16
     queries = problem.batch_size * problem.group_size
-    return min(MAX_QUERIES, max(16, 1 << (queries - 1).bit_length()))
+    return min(MAX_QUERIES, max(16, next_power_of_2(queries)))
 
 
 def _query_tiles(problem: DecodeProblem) -> int:

@@ -21,7 +21,7 @@ from kernels.decode.launch import Call
 from kernels.decode.merge import chunk_for, merge_step
 from kernels.decode.online_softmax import normalised
 from kernels.decode.planner import head_rows, head_tiles, padded_dim
-from kernels.triton_support import tl, triton
+from kernels.triton_support import next_power_of_2, tl, triton
 
 # Programs of the second stage, at most, that take one query head each; where there would be more (two turns of what a
 # GPU holds at once), each takes all heads of an item, HEADS_CHUNK parts at a time.
@@ -199,7 +199,7 @@ def merged_heads(problem: DecodeProblem, parts: int) -> tuple[int, int]:
     heads = slot_heads(problem)
     if problem.batch_size * problem.num_kv_heads * head_tiles(problem) * heads <= MERGE_PROGRAMS:
         return 1, chunk_for(parts)
-    return min(1 << (heads - 1).bit_length(), WARP_ELEMENTS // padded_dim(problem.head_dim)), HEADS_CHUNK
+    return min(next_power_of_2(heads), WARP_ELEMENTS // padded_dim(problem.head_dim)), HEADS_CHUNK
 
 
 def merge_warps(problem: DecodeProblem, heads: int, chunk: int) -> int:
@@ -209,7 +209,7 @@ def merge_warps(problem: DecodeProblem, heads: int, chunk: int) -> int:
 
 def padded_rows(batch_size: int) -> int:
     """batch_size up to a power of two, from 16 on: one program is compiled for each."""
-    return max(16, 1 << (batch_size - 1).bit_length())
+    return max(16, next_power_of_2(batch_size))
 
 
 def slot_heads(problem: DecodeProblem) -> int:

@@ -12,7 +12,7 @@ from kernels.decode.launch import Call, TritonDecodeKernel, group_constexprs
 from kernels.decode.merge import chunk_for, merge_head, merge_heads, partial_numel, partial_views
 from kernels.decode.online_softmax import attend_range, load_queries, normalised
 from kernels.decode.planner import TileShape, head_rows, head_tiles, max_partials, padded_dim, plan_splits
-from kernels.triton_support import INTERPRETING, tl, triton
+from kernels.triton_support import INTERPRETING, next_power_of_2, tl, triton
 
 # Marks a counter as such in memory that needs no initial value: see _attend_and_merge.
 NONCE = 0x2B7E151628AE
@@ -258,7 +258,7 @@ class SplitKVFusedDecode(TritonDecodeKernel):
 
 def merge_constexprs(problem: DecodeProblem, num_warps: int) -> dict[str, int]:
     """How merge_heads goes through a group's partial results: CHUNK splits at a time, STAGES - 1 chunks in flight."""
-    rows = 1 << (min(problem.group_size, head_rows(problem)) - 1).bit_length()
+    rows = next_power_of_2(min(problem.group_size, head_rows(problem)))
     numel = rows * padded_dim(problem.head_dim)
     chunk = max(1, 32 * 32 * num_warps // numel)  # 32 registers of each thread
     return {"MERGE_HEADS": rows, "CHUNK": chunk, "STAGES": 4 if 4 * numel * chunk <= 16384 else 2}

@@ -120,7 +120,27 @@ class TritonPrefill(PrefillKernel):
             raise TypeError(f"{self.name} takes no option {sorted(options)}")
         check_inputs(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len, out)
         out = torch.empty_like(q) if out is None else out
-        batch = block_table.shape[0]
+        if block_table.shape[0] == 0 or max_query_len == 0:
+            return out
+        q, scale = positive_scale(q, q.shape[2] ** -0.5 if scale is None else scale)
+        tensors = (q, k_cache, v_cache, out, block_table, context_lens, query_start_loc)
+        self._launch(*tensors, max_query_len, scale, tile)
+        return out
+
+    def _launch(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        block_table: Tensor,
+        context_lens: Tensor,
+        query_start_loc: Tensor,
+        max_query_len: int,
+        scale: float,
+        tile: PrefillTile | None,
+    ) -> None:
+        """A call's work: checked, not empty, with a positive scale."""
         num_q_heads, head_dim = q.shape[1:]
         block_size, num_kv_heads = k_cache.shape[1:3]
         group = num_q_heads // num_kv_heads
@@ -129,10 +149,7 @@ class TritonPrefill(PrefillKernel):
             tile = choose_tile(head_dim, q.dtype, group, max_query_len, capability)
         if tile.block_m < group:
             raise ValueError(f"tile.block_m {tile.block_m} is below the group of {group} query heads")
-        if batch == 0 or max_query_len == 0:
-            return out
-        q, scale = positive_scale(q, head_dim**-0.5 if scale is None else scale)
-        grid = (cdiv(max_query_len, tile.block_m // group), num_kv_heads, batch)
+        grid = (cdiv(max_query_len, tile.block_m // group), num_kv_heads, block_table.shape[0])
         with on_device(q):
             _prefill_kernel[grid](
                 q,
@@ -158,7 +175,6 @@ class TritonPrefill(PrefillKernel):
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
             )
-        return out
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.prefill.contract import PrefillProblem, check_inputs
-from kernels.prefill.triton_flash import LOG2_E, PrefillTile, TritonPrefill, positive_scale
+from kernels.prefill.contract import PrefillProblem
+from kernels.prefill.triton_flash import LOG2_E, PrefillTile, TritonPrefill
 from kernels.triton_support import INTERPRETING, cdiv, gl, gluon, gluon_unavailable, hopper, on_device
 
 BLOCK_M, BLOCK_N = 128, 128
@@ -72,34 +72,27 @@ class WarpSpecializedPrefill(TritonPrefill):
         group = problem.num_q_heads // problem.num_kv_heads
         return super().plan(problem) if problem.max_query_len * group <= SHORT_ROWS else {}
 
-    def __call__(
+    def _launch(
         self,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        out: Tensor,
         block_table: Tensor,
         context_lens: Tensor,
         query_start_loc: Tensor,
         max_query_len: int,
-        scale: float | None = None,
-        out: Tensor | None = None,
-        workspace: Tensor | None = None,
-        tile: PrefillTile | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """See PrefillKernel. `tile`, which the plan of short chunks holds, asks for `triton`."""
-        check_inputs(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len, out)
-        num_q_heads, head_dim = q.shape[1:]
-        block_size, num_kv_heads = k_cache.shape[1:3]
-        group = num_q_heads // num_kv_heads
+        scale: float,
+        tile: PrefillTile | None,
+    ) -> None:
+        """`tile`, which the plan of short chunks holds, asks for `triton`."""
+        tensors = (q, k_cache, v_cache, out, block_table, context_lens, query_start_loc)
+        head_dim, (block_size, num_kv_heads) = q.shape[2], k_cache.shape[1:3]
+        group = q.shape[1] // num_kv_heads
         is_short = tile is not None or max_query_len * group <= SHORT_ROWS
-        if is_short or options or group > BLOCK_M or not (_takes(q, k_cache) and _takes(q, v_cache)):
-            arguments = (q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len)
-            return super().__call__(*arguments, scale, out, workspace, tile, **options)
-        out = torch.empty_like(q) if out is None else out
-        if block_table.shape[0] == 0:
-            return out
-        q, scale = positive_scale(q, head_dim**-0.5 if scale is None else scale)
+        if is_short or group > BLOCK_M or not (_takes(q, k_cache) and _takes(q, v_cache)):
+            super()._launch(*tensors, max_query_len, scale, tile)
+            return
         box = math.gcd(block_size, BLOCK_N)
         grid = (cdiv(max_query_len, BLOCK_M // group), num_kv_heads, block_table.shape[0])
         with on_device(q):
@@ -130,7 +123,6 @@ class WarpSpecializedPrefill(TritonPrefill):
                 PRODUCER_REGISTERS=PRODUCER_REGISTERS,
                 num_warps=4,
             )
-        return out
 
 
 def _takes(q: Tensor, cache: Tensor) -> bool:

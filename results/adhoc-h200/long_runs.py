@@ -83,9 +83,7 @@ def open_llm(options: argparse.Namespace, **more) -> LLM:
         layer_fusion=options.layer_fusion,
         **more,
     )
-    print(
-        f"{options.model}: ready in {time.perf_counter() - start:.1f} s, {llm.runner.num_kv_blocks} KV blocks"
-    )
+    print(f"{options.model}: ready in {time.perf_counter() - start:.1f} s, {llm.runner.num_kv_blocks} KV blocks")
     return llm
 
 
@@ -109,9 +107,7 @@ def pool(options: argparse.Namespace) -> tuple[bool, dict]:
         lengths = {}
         for _ in range(options.requests):
             prompt = [rng.randrange(vocab) for _ in range(rng.randint(most // 32 + 1, most))]
-            params = SamplingParams(
-                temperature=0.6, max_tokens=rng.randint(most // 32 + 1, most), ignore_eos=True
-            )
+            params = SamplingParams(temperature=0.6, max_tokens=rng.randint(most // 32 + 1, most), ignore_eos=True)
             lengths[engine.add_request(prompt, params)] = params.max_tokens
         given, finished, next_sample = {}, [], 0.0
         start = time.perf_counter()
@@ -135,8 +131,7 @@ def pool(options: argparse.Namespace) -> tuple[bool, dict]:
             "samples": sampler.samples,
         }
     flat = all(
-        (result[f"{name}_growth"] or 0) < options.growth_mib * MEBIBYTE
-        for name in ("rss_bytes", "device_used_bytes")
+        (result[f"{name}_growth"] or 0) < options.growth_mib * MEBIBYTE for name in ("rss_bytes", "device_used_bytes")
     )
     ok = result["all_finished"] and whole and stats["num_preemptions"] > 0 and flat
     print(
@@ -164,12 +159,10 @@ def long(options: argparse.Namespace) -> tuple[bool, dict]:
             now, tokens = time.perf_counter(), engine.totals.num_output_tokens
             if tokens - before_tokens >= max(options.output_len // 16, 1):
                 sampler.take(
-                    context=options.prompt_len + tokens,
-                    step_ms=1e3 * (now - before) / (tokens - before_tokens),
+                    context=options.prompt_len + tokens, step_ms=1e3 * (now - before) / (tokens - before_tokens)
                 )
                 print(
-                    f"context {options.prompt_len + tokens}: {sampler.samples[-1]['step_ms']:.3f} ms a step",
-                    flush=True,
+                    f"context {options.prompt_len + tokens}: {sampler.samples[-1]['step_ms']:.3f} ms a step", flush=True
                 )
                 before, before_tokens = now, tokens
             if now - start > options.limit_s and engine.has_unfinished_requests():
@@ -202,10 +195,7 @@ def long(options: argparse.Namespace) -> tuple[bool, dict]:
 def soak(options: argparse.Namespace) -> tuple[bool, dict]:
     """Arrivals, aborts, preemptions, shared prefixes and cache resets for --seconds: memory and throughput flat."""
     with open_llm(
-        options,
-        num_kv_blocks=options.blocks or 1200,
-        max_model_len=options.longest,
-        max_num_seqs=options.max_num_seqs,
+        options, num_kv_blocks=options.blocks or 1200, max_model_len=options.longest, max_num_seqs=options.max_num_seqs
     ) as llm:
         sampler = Sampler(llm)
 
@@ -213,13 +203,7 @@ def soak(options: argparse.Namespace) -> tuple[bool, dict]:
             return sampler.take(stats=llm.stats())["rss_bytes"]
 
         done = run_soak(
-            llm,
-            options.seconds,
-            memory,
-            windows=15,
-            seed=options.seed,
-            clock=time.perf_counter,
-            num_live=options.live,
+            llm, options.seconds, memory, windows=15, seed=options.seed, clock=time.perf_counter, num_live=options.live
         )
         whole = is_whole(llm)
         rates = done.tokens_per_s
@@ -239,8 +223,7 @@ def soak(options: argparse.Namespace) -> tuple[bool, dict]:
             "samples": sampler.samples,
         }
     flat = all(
-        (result[f"{name}_growth"] or 0) < options.growth_mib * MEBIBYTE
-        for name in ("rss_bytes", "device_used_bytes")
+        (result[f"{name}_growth"] or 0) < options.growth_mib * MEBIBYTE for name in ("rss_bytes", "device_used_bytes")
     )
     ended = sum(result["num_ended"].values()) == done.num_requests and "error" not in result["num_ended"]
     happened = min(done.num_aborted, done.num_preemptions) > 0
@@ -263,17 +246,12 @@ def breakdown(options: argparse.Namespace) -> tuple[bool, dict]:
         decode_attention=options.decode_attention,
     ) as llm:
         engine = llm.engine
-        params = SamplingParams(
-            temperature=options.temperature, max_tokens=4 * steps + warm_up, ignore_eos=True
-        )
+        params = SamplingParams(temperature=options.temperature, max_tokens=4 * steps + warm_up, ignore_eos=True)
         for _ in range(options.batch):
             engine.add_request([rng.randrange(engine.vocab_size) for _ in range(options.context)], params)
 
         def together() -> bool:
-            return (
-                engine.last_step.num_decode_tokens == options.batch
-                and not engine.last_step.num_prefill_tokens
-            )
+            return engine.last_step.num_decode_tokens == options.batch and not engine.last_step.num_prefill_tokens
 
         while not together():
             engine.step_finished()
@@ -326,10 +304,7 @@ def prefill(options: argparse.Namespace) -> tuple[bool, dict]:
     """
     rng = random.Random(options.seed)
     with open_llm(
-        options,
-        max_model_len=options.context + 1,
-        max_num_seqs=options.batch,
-        enable_prefix_caching=options.shared > 0,
+        options, max_model_len=options.context + 1, max_num_seqs=options.batch, enable_prefix_caching=options.shared > 0
     ) as llm:
         engine = llm.engine
         on_gpu = llm.runner.device.type == "cuda"
@@ -422,10 +397,7 @@ def tally(spans: list[tuple[str, float, float]], num_steps: int) -> dict:
 
 
 def show(result: dict, top: int) -> None:
-    for title, rows in (
-        ("us a step in", result["kernels"]),
-        ("us a step idle before", result["gaps_before"]),
-    ):
+    for title, rows in (("us a step in", result["kernels"]), ("us a step idle before", result["gaps_before"])):
         print(f"\n{title:>42} {'calls':>8} {'us/call':>9} {'us':>10}")
         for row in rows[:top]:
             print(f"{row['name'][:42]:>42} {row['calls']:8.1f} {row['us_a_call']:9.2f} {row['us']:10.2f}")
@@ -438,18 +410,16 @@ def show(result: dict, top: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["pool", "long", "soak", "breakdown", "prefill"])
     parser.add_argument("--model", default="qwen3_0_6b", help="a file of conf/model/")
     parser.add_argument("--out", required=True, help="the JSON file to write")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--blocks", type=int, help="pool, soak: KV blocks of 16 tokens; by default too few for all, 2500 and 1200")
     parser.add_argument(
-        "--longest", type=int, default=512, help="pool: prompt and output at most; soak: together"
+        "--blocks", type=int, help="pool, soak: KV blocks of 16 tokens; by default too few for all, 2500 and 1200"
     )
+    parser.add_argument("--longest", type=int, default=512, help="pool: prompt and output at most; soak: together")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="pool, soak")
     parser.add_argument(
         "--growth-mib", type=float, default=64, help="pool, soak: memory that may grow in the last third"
@@ -486,13 +456,7 @@ def main() -> int:
     record["command"] = shlex.join(["python", *sys.argv])
     ok, result = globals()[options.part](options)
     record |= {"gpu_after": provenance.gpu_state(device), "throttled_after": provenance.is_throttled(device)}
-    content = {
-        "part": options.part,
-        "ok": ok,
-        "options": vars(options),
-        "result": result,
-        "provenance": record,
-    }
+    content = {"part": options.part, "ok": ok, "options": vars(options), "result": result, "provenance": record}
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(content, indent=1) + "\n")

@@ -195,7 +195,6 @@ MUTATIONS = {
     "writes past the chunk": ("gl.minimum(chunk_len - first_token, TOKENS)", "TOKENS"),
     "attends for empty chunks": ("if first_token >= chunk_len:", "if first_token > chunk_len:"),
     # the host
-    "a scale below 0 without its queries": ("q, scale = positive_scale(", "_, scale = positive_scale("),
     "a grid rounded down": ("cdiv(max_query_len, BLOCK_M // group)", "max_query_len // (BLOCK_M // group)"),
     "no last block": ("(num_blocks - 1) * (block // slot) + block_size", "(num_blocks - 1) * (block // slot)"),
     "no last head": ("head * (num_kv_heads - 1) + head_dim]", "head * (num_kv_heads - 1)]"),

@@ -167,11 +167,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What goes to `triton`, and what is launched; both leave `out` as it is."""
     found = SimpleNamespace(triton=[], launches=Launches())
 
-    def record(self: TritonPrefill, *arguments: Any, **options: Any) -> Tensor:
-        found.triton.append((arguments, options))
-        return arguments[8]
-
-    monkeypatch.setattr(TritonPrefill, "__call__", record)
+    monkeypatch.setattr(TritonPrefill, "_launch", lambda self, *arguments: found.triton.append(arguments))
     monkeypatch.setattr(warp_specialized, "_prefill_kernel", found.launches)
     monkeypatch.setattr(warp_specialized, "_descriptor", lambda cache, box: ("descriptor", cache, box))
     return found
@@ -207,28 +203,27 @@ def test_boxes_lie_in_blocks_and_in_tiles(block_size: int, box: int, calls: Simp
 @pytest.mark.parametrize("query_len", [1, 16, 17])
 def test_short_chunks_go_to_triton(query_len: int, calls: SimpleNamespace) -> None:
     case, out = fp16_case(query_len), torch.empty(query_len + 3, 8, 64, dtype=torch.float16)
-    workspace = torch.empty(1)
-    assert kernel(*case.args, scale=0.5, out=out, workspace=workspace) is out
+    assert kernel(*case.args, scale=0.5, out=out, workspace=torch.empty(1)) is out
     if query_len * 4 > 64:
         assert not calls.triton
         assert len(calls.launches.made) == 1
     else:
         assert not calls.launches.made
-        (((*tensors, scale, given_out, given_workspace, tile), options),) = calls.triton
-        assert all(one is other for one, other in zip(tensors, case.args, strict=True))
-        assert (scale, tile, options) == (0.5, None, {})
-        assert given_out is out
-        assert given_workspace is workspace
+        ((*tensors, max_query_len, scale, tile),) = calls.triton
+        expected = (*case.args[:3], out, *case.args[3:6])
+        assert all(one is other for one, other in zip(tensors, expected, strict=True))
+        assert (max_query_len, scale, tile) == (query_len, 0.5, None)
 
 
-def test_tiles_and_options_go_to_triton(calls: SimpleNamespace) -> None:
-    """The plan of short chunks holds for every batch, and whatever `triton` does not know it names."""
+def test_tiles_go_to_triton_and_options_nowhere(calls: SimpleNamespace) -> None:
+    """The plan of short chunks holds for every batch."""
     case, tile = fp16_case(40), PrefillTile(64, 64, 4, 2)
     kernel(*case.args, tile=tile)
-    kernel(*case.args, num_splits=2)
+    with pytest.raises(TypeError, match=r"warp_specialized takes no option \['num_splits'\]"):
+        kernel(*case.args, num_splits=2)
     assert not calls.launches.made
-    assert calls.triton[0][0][10] is tile
-    assert calls.triton[1][1] == {"num_splits": 2}
+    assert len(calls.triton) == 1
+    assert calls.triton[0][-1] is tile
 
 
 @pytest.mark.parametrize("which", ["k_cache", "v_cache"])
@@ -241,7 +236,7 @@ def test_caches_without_rows_go_to_triton(name: str, which: str, calls: SimpleNa
     case = dataclasses.replace(case, v_cache=case.v_cache if which == "k_cache" else REFUSED[name])
     kernel(*case.args)
     assert len(calls.launches.made) == 1
-    assert calls.triton[0][0][:7] == case.args
+    assert calls.triton[0][:3] == case.args[:3]
 
 
 def test_triton_answers_for_what_it_is_given() -> None:
