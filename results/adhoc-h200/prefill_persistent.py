@@ -13,47 +13,21 @@ Seen by the compiler and prefill_persistent_on_numpy.py alone: no GPU has run it
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.prefill.contract import check_inputs
 from kernels.prefill.triton_flash import LOG2_E, positive_scale
-from kernels.triton_support import gl, gluon, hopper, on_device, triton
+from kernels.prefill.warp_specialized import (
+    BLOCK_M, BLOCK_N, CONSUMER_REGISTERS, NUM_STAGES, PRODUCER_REGISTERS, _descriptor, _hide, _hold, _pass_turn, _take_turn, _takes, _wait_full, _weigh
+)
+from kernels.triton_support import cdiv, gl, gluon, hopper, on_device
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-
-BLOCK_M, BLOCK_N = 128, 128
-"""Rows (tokens x heads of a group) and keys of a tile."""
-
-NUM_STAGES = 2
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-"""A thread's, of 65,536 in all: two warpgroups attend, one copies."""
 
 fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 _meet = hopper.meet
-
-
-def _has_rows(cache: Tensor) -> bool:
-    """Whether TMA can see a cache as [slots, a slot's elements]; between two blocks there may be other slots."""
-    _num_blocks, _block_size, num_kv_heads, head_dim = cache.shape
-    block, slot, head, dim = cache.stride()
-    is_aligned = slot % 8 == 0 and head % 8 == 0 and cache.data_ptr() % 16 == 0
-    holds_heads = dim == 1 and head * (num_kv_heads - 1) + head_dim <= slot
-    return is_aligned and holds_heads and block % slot == 0
-
-
-def _descriptor(cache: Tensor, box: int) -> Any:
-    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-    block, slot, head, _ = cache.stride()
-    shape = [(num_blocks - 1) * (block // slot) + block_size, head * (num_kv_heads - 1) + head_dim]
-    return hopper.TensorDescriptor(cache, shape, [slot, 1], [box, 64], gl.NVMMASharedLayout(128, 16, 2))
-
-
-@gluon.jit
-def _wait_full(full, tile, STAGES: gl.constexpr):
-    mbarrier.wait(full.index(tile % STAGES), (tile // STAGES) & 1)
 
 
 @gluon.jit
@@ -192,53 +166,6 @@ def _copy_tiles(
         turn += 1
         number = _next_number(number, turn, step, SNAKE)
         row, first, start, stop = _seek(number, row, first, locs_ptr, batch, TOKENS, KV_HEADS)
-
-
-@gluon.jit
-def _take_turn(turns, turn, WHO: gl.constexpr):
-    mbarrier.wait(turns.index(WHO), (turn + 1 - WHO) & 1)  # the first warpgroup's first turn is there at once
-
-
-@gluon.jit
-def _pass_turn(turns, WHO: gl.constexpr):
-    _meet()  # no warp may still wait for this turn when the next one comes
-    mbarrier.arrive(turns.index(1 - WHO))
-
-
-@gluon.jit
-def _hold(x):
-    """x, which is never negative, in such a way that nothing after this begins before x is known.
-
-    ptxas moves the wait for products in flight ahead of arithmetic that does not need them, but not across a branch.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p; again: "
-        "@p nanosleep.u32 32; @p bra.uni again; mov.b32 $0, $2; mov.b32 $1, $3; }",
-        "=f,=f,f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _hide(s, first, shared_end, positions, BLOCK_N: gl.constexpr, mma_s: gl.constexpr):
-    if first + BLOCK_N > shared_end:
-        keys = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma_s))
-        visible = gl.expand_dims(keys, 0) <= gl.expand_dims(positions, 1)
-        s = gl.where(visible, s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _weigh(s, row_max, row_sum, scale_log2, dtype: gl.constexpr, operand: gl.constexpr):
-    """Online softmax: (weights as an operand, factor of what came before, the new maximum and sum)."""
-    new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
-    rescale = gl.exp2(row_max - new_max)
-    probs = gl.exp2(s * scale_log2 - gl.expand_dims(new_max, 1))
-    row_sum = row_sum * rescale + gl.sum(probs, 1)
-    return gl.convert_layout(probs.to(dtype), operand), rescale, new_max, row_sum
 
 
 @gluon.jit
@@ -420,25 +347,9 @@ def _attend(
     do_not_specialize_on_alignment=["block_table_ptr", "context_lens_ptr", "query_start_loc_ptr"],
 )
 def _prefill_kernel(
-    q_ptr,
-    k_desc,
-    v_desc,
-    out_ptr,
-    block_table_ptr,
-    context_lens_ptr,
-    query_start_loc_ptr,
-    scale_log2,
-    stride_q_token,
-    stride_q_head,
-    stride_k_head,
-    stride_v_head,
-    k_block_rows,
-    v_block_rows,
-    stride_out_token,
-    stride_out_head,
-    stride_table,
-    batch,
-    step,
+    q_ptr, k_desc, v_desc, out_ptr, block_table_ptr, context_lens_ptr, query_start_loc_ptr,
+    scale_log2, stride_q_token, stride_q_head, stride_k_head, stride_v_head, k_block_rows, v_block_rows,
+    stride_out_token, stride_out_head, stride_table, batch, step,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -533,7 +444,7 @@ def prefill_persistent(
 ) -> Tensor:
     """kernels/prefill/contract.py's call, for what kernels/prefill/warp_specialized.py takes itself."""
     check_inputs(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len, out)
-    assert _has_rows(k_cache) and _has_rows(v_cache), "TMA cannot see the cache as rows"
+    assert _takes(q, k_cache) and _takes(q, v_cache), "not a cache that the kernel takes"
     batch, (num_q_heads, head_dim) = block_table.shape[0], q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q) if out is None else out
@@ -546,7 +457,7 @@ def prefill_persistent(
     if num_programs is None:
         num_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     # No more than there can be items: whole tiles of all tokens, and one that is not whole a row.
-    tiles = min(triton.cdiv(max_query_len, tokens) * batch, q.shape[0] // tokens + batch)
+    tiles = min(cdiv(max_query_len, tokens) * batch, q.shape[0] // tokens + batch)
     programs = min(num_programs, tiles * num_kv_heads)
     is_aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0 and q.stride(2) == 1
     with on_device(q):

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from tests.kernels.gluon_on_numpy import Array, KernelError, RaceError, SharedMe
 from tests.kernels.prefill_case import make_case
 
 SOURCE = Path(__file__).parent / "prefill_persistent.py"
+shared_name = "kernels.prefill.warp_specialized"
+LANDED = Path(__file__).parents[2] / "kernels" / "prefill" / "warp_specialized.py"
 TOLERANCE = 1e-13
 
 
@@ -78,14 +81,18 @@ def _arrive(barrier, pred=True, plain=on_numpy._arrive):
 
 def module(seed=0, changes=()):
     SharedMemory.store, SharedMemory.load = _store, _load
-    made = execute(
-        SOURCE,
-        seed=seed,
-        changes=(
-            ("from triton.experimental.gluon.language.nvidia.ampere import async_copy\n", "async_copy = None\n"),
-            *changes,
-        ),
-    )
+    shared = execute(LANDED, seed=seed)  # what it imports, on numpy too
+    shared.DTYPES, shared._meet = (torch.float64,), _meet
+    shared.mbarrier.wait, shared.mbarrier.arrive = _wait, _arrive
+    with mock.patch.dict(sys.modules, {shared_name: shared}):
+        made = execute(
+            SOURCE,
+            seed=seed,
+            changes=(
+                ("from triton.experimental.gluon.language.nvidia.ampere import async_copy\n", "async_copy = None\n"),
+                *changes,
+            ),
+        )
     made.async_copy = SimpleNamespace(
         async_copy_global_to_shared=_ask, commit_group=lambda: None, wait_group=_await
     )
@@ -162,8 +169,6 @@ MUTATIONS = {
     "frees last values in use": ("        acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, p))\n        mbarrier.arrive(v_empty.index(stage_before))\n        this_q", "        mbarrier.arrive(v_empty.index(stage_before))\n        acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, p))\n        this_q"),
     "never frees last values": ("        mbarrier.arrive(v_empty.index(stage_before))\n        this_q", "        this_q"),
     "count stands still between items": ("next_tiles\n        count += 1", "next_tiles"),
-    "nobody's turn is first": ("(turn + 1 - WHO) & 1", "turn & 1"),
-    "keeps its turn": ("mbarrier.arrive(turns.index(1 - WHO))", "pass"),
     # the items
     "skips rows": ("first += items", "first += items + 1"),
     "stops a row early": ("while (row < batch) & (number >=", "while (row < batch) & (number >"),
