@@ -35,6 +35,13 @@ class ContextBucket:
         ragged = min(longest // max(mean, 1), MOST_RAGGED)
         return cls(most, most >> max(ragged.bit_length() - 1, 0))
 
+    @classmethod
+    def every(cls, max_model_len: int) -> list[ContextBucket]:
+        """Those that `of` gives, of any contexts."""
+        longest = {min(LEAST_BUCKET << n, max_model_len) for n in range(max_model_len.bit_length())}
+        buckets = {cls(most, most >> n) for most in longest for n in range(MOST_RAGGED.bit_length())}
+        return sorted(buckets, key=lambda bucket: (bucket.max_context_len, bucket.mean_context_len))
+
 
 @dataclass(frozen=True)
 class DecodePlan:
@@ -64,6 +71,11 @@ class DecodePlanner:
         if name not in self._plans:
             self._plans[name] = self._new_plan(batch_size, contexts)
         return self._plans[name]
+
+    def every_plan(self, batch_size: int, max_model_len: int) -> list[DecodePlan]:
+        """All that batches of that size may ask for, each once."""
+        plans = (self.plan(batch_size, contexts) for contexts in ContextBucket.every(max_model_len))
+        return list({plan.key: plan for plan in plans}.values())
 
     def _new_plan(self, batch_size: int, contexts: ContextBucket) -> DecodePlan:
         problem = self._problem(batch_size, contexts.max_context_len, contexts.mean_context_len)

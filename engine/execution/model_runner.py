@@ -181,7 +181,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _rehearse(self) -> None:
-        """Launch each kernel of the largest steps and of the first usual ones, on one of the layers, which are alike.
+        """Launch what steps may need on one of the layers, which are alike: some prompts, and decode rows in every
+        number that has a graph, by every plan.
 
         For compile_ahead: no result of a Triton kernel is used as an index. Slot 0 and the KV cache are left used.
         """
@@ -195,20 +196,18 @@ class ModelRunner:
         hardest, greedy = self.state.sampling_kind((0,)), self.state.sampling_kind(())
         for n in num_tokens:
             self._run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), hardest)
-        longest, largest = self.max_model_len, decode_sizes(self.config.max_num_seqs)[-1]
-        for num_rows, kind, mean in (
-            (largest, hardest, longest),
-            (largest, hardest, longest // MOST_RAGGED),
-            (1, greedy, longest),
-            (1, SamplingKind(any_drawn=True), longest),
-        ):
+        kinds = {num_rows: [greedy] for num_rows in decode_sizes(self.config.max_num_seqs)}
+        kinds[1].append(SamplingKind(any_drawn=True))
+        kinds[max(kinds)].append(hardest)
+        for num_rows, kind in ((num_rows, kind) for num_rows, each in kinds.items() for kind in each):
             slots = torch.full((num_rows,), self.state.padding_slot, dtype=torch.int64, device=self.device)
-            plan = self._planner.plan(num_rows, ContextBucket.of(longest, mean, longest))
             for use_triton in (True, False):  # the latter's results are real
                 rows, draw = start_decodes(
                     self.state, slots, self.shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
                 )
-            self._sample(self._forward(rows, None, plan), slots, kind, draw)
+            for plan in self._planner.every_plan(num_rows, self.max_model_len):
+                hidden = self._forward(rows, None, plan)
+            self._sample(hidden, slots, kind, draw)
         self.kv_cache = self._new_kv_cache(0)
 
     # --- KV cache -------------------------------------------------------------------------------------------

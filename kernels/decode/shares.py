@@ -208,8 +208,8 @@ def merge_warps(problem: DecodeProblem, heads: int, chunk: int) -> int:
 
 
 def padded_rows(batch_size: int) -> int:
-    """batch_size up to a power of two, from 16 on: one program is compiled for each."""
-    return max(16, next_power_of_2(batch_size))
+    """batch_size up to 16, 64, 256, 512, ...: a kernel is compiled for each, and holds that many lengths."""
+    return next(rows for rows in (16, 64, 256, next_power_of_2(batch_size)) if rows >= batch_size)
 
 
 def slot_heads(problem: DecodeProblem) -> int:

@@ -45,6 +45,19 @@ def test_there_are_few_buckets():
     assert len({bucket.max_context_len / bucket.mean_context_len for bucket in buckets}) == 5
 
 
+@given(limit=st.integers(1, 2 * LIMIT), data=st.data())
+def test_every_bucket_is_known_beforehand(limit, data):
+    longest = data.draw(st.integers(1, limit))
+    mean = data.draw(st.integers(1, longest))
+    every = ContextBucket.every(limit)
+    assert ContextBucket.of(longest, mean, limit) in every
+    assert len(every) == len(set(every)) <= 5 * max(1, limit.bit_length() - LEAST_BUCKET.bit_length() + 2)
+    planner = DecodePlanner(decode.get("split_kv"), SHAPE.decode_problem)
+    keys = [plan.key for plan in planner.every_plan(4, limit)]
+    assert planner.plan(4, ContextBucket.of(longest, mean, limit)).key in keys
+    assert len(keys) == len(set(keys))
+
+
 def test_a_plan_is_made_once_and_buckets_that_lead_to_the_same_calls_have_one_key():
     planner = DecodePlanner(decode.get("single_pass"), SHAPE.decode_problem)
     short, long = ContextBucket(512, 512), ContextBucket(4096, 256)

@@ -48,8 +48,8 @@ if RANKS == 2:
     ParallelGroup.single = lambda: Twins(0, 2)
 llm = LLM(
     QWEN3 | CHANGES, load_format="dummy", dtype="bfloat16", device="cpu", use_triton=True, decode_attention="planned",
-    prefill_attention="triton", skip_tokenizer_init=True, num_kv_blocks=300, max_num_seqs=16, max_model_len=256,
-    max_num_batched_tokens=2048, block_size=16,
+    prefill_attention="triton", skip_tokenizer_init=True, num_kv_blocks=BLOCKS, max_num_seqs=MOST_ROWS,
+    max_model_len=LONGEST, max_num_batched_tokens=2048, block_size=16,
 )
 runner = llm.runner
 def lazily(function, *arguments, **options):
@@ -62,14 +62,34 @@ def generate(num_prompts, num_tokens, **sampling):
 def rehearse():
     with compile_ahead(runner.device):
         runner._rehearse()
-    runner.allocate_kv_cache(300)
+    runner.allocate_kv_cache(BLOCKS)
 
 assert lazily(rehearse) == [] and len(compiled) > 20, compiled
 assert runner.state.num_computed[runner.state.padding_slot] == -1 and runner.group.size == RANKS
+"""
+
+FIRST_STEPS = """
 print(lazily(lambda: runner.launch(runner._largest_step()).result()))
 print(lazily(generate, 1, 200), lazily(generate, 1, 9), lazily(generate, 1, 100, temperature=0.0))
 print(lazily(generate, 16, 70, top_p=0.9, logprobs=2), lazily(generate, 16, 70, temperature=0.0))
 print(lazily(generate, 3, 70, top_k=5), lazily(generate, 1, 30, top_k=5), lazily(generate, 1, 6))
+"""
+
+ANY_STEPS = """
+import random
+rng = random.Random(SEED)
+def serve(num_requests, longest, pause):
+    arrival = 0
+    for i in range(num_requests):
+        prompt = [7] * rng.randrange(1, longest)
+        params = SamplingParams(temperature=0.6, max_tokens=rng.randrange(1, 80), ignore_eos=True)
+        llm.engine.add_request(prompt, params)
+        for _ in range(rng.randrange(pause)):
+            llm.engine.step()
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+print(lazily(serve, 12, 60, 12), lazily(serve, 12, LONGEST - 80, 12), lazily(serve, 30, 60, 12))
+print(lazily(serve, 80, LONGEST - 80, 3))
 """
 
 
@@ -80,11 +100,27 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "ranks": (2, {}),
 }
 
+REAL_SHAPES = {
+    "0.6B": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    | {"hidden_size": 1024, "intermediate_size": 3072},
+    "8B": {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    | {"hidden_size": 4096, "intermediate_size": 12288},
+}
+
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_first_steps_compile_nothing(shape: str) -> None:
     ranks, changes = SHAPES[shape]
-    assert run_program(f"RANKS, CHANGES = {ranks}, {changes}\n{PROGRAM}").split() == ["[]"] * 9
+    sizes = f"RANKS, CHANGES = {ranks}, {changes}; BLOCKS, MOST_ROWS, LONGEST = 300, 16, 256"
+    assert run_program(f"{sizes}\n{PROGRAM}{FIRST_STEPS}").split() == ["[]"] * 9
+
+
+@pytest.mark.parametrize("shape", ["0.6B", "8B"])
+def test_no_later_step_compiles_anything(shape: str) -> None:
+    """A step that does lasts a second: for few rows and many, alike and ragged, short contexts and long ones."""
+    changes = {"num_hidden_layers": 1, "max_position_embeddings": 2048} | REAL_SHAPES[shape]
+    sizes = f"RANKS, CHANGES = 1, {changes}; BLOCKS, MOST_ROWS, LONGEST, SEED = 10240, 80, 2048, 0"
+    assert run_program(f"{sizes}\n{PROGRAM}{ANY_STEPS}").split() == ["[]"] * 4
 
 
 @pytest.fixture
