@@ -176,6 +176,7 @@ COLUMNS = {
     "num_requests": "Int64",
     "num_failed": "Int64",
     "graph_captures": "Int64",  # CUDA graphs that were captured meanwhile, each for as long as several steps take
+    "kernels_compiled": "Int64",  # Triton's, meanwhile: tenths of a second each, unless its cache has them; tp 1 only
     **{f"{name}_ms_p{p}": "float64" for name in ("ttft", "tpot", "itl", "latency") for p in PERCENTILES},
 }
 

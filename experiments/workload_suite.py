@@ -14,6 +14,7 @@ from experiments.records import Row
 from experiments.settings import Settings
 from experiments.suites.protocol import Point, PointContext, Suite
 from experiments.workload import Request, WorkloadRun
+from kernels.compile_count import count_compilations
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,9 +133,12 @@ class WorkloadSuite(Suite):
                     if phase.prime:
                         workload.serve(engine.llm, phase.prime, sampling=sampling)
                     captures = engine.num_captures()
-                    run = workload.serve(engine.llm, phase.requests, sampling=sampling)
+                    with count_compilations() as compilations:
+                        run = workload.serve(engine.llm, phase.requests, sampling=sampling)
                     columns = engine.columns | engine.peak_memory() | dict(phase.columns)
                     columns["graph_captures"] = engine.num_captures() - captures
+                    in_ranks = params["tp"] > 1  # whose processes nobody counts in
+                    columns["kernels_compiled"] = None if in_ranks else compilations.num_compiled
                     rows.append(
                         self._row(point, context, setup, run, params["first_round"] + number, columns)
                     )
