@@ -66,7 +66,7 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper as _instructions
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    _names = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+    _names = ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
     hopper = SimpleNamespace(
         TensorDescriptor=TensorDescriptor,
         meet=gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier,  # Triton 3.6, and since

@@ -182,13 +182,89 @@ def test_long_chunks_are_launched(calls: SimpleNamespace) -> None:
     assert kernel(*case.args, scale=0.5, out=out) is out
     ((grid, arguments, constexprs),) = calls.launches.made
     assert not calls.triton
-    assert grid == (2, 2, 1)  # 32 tokens a tile, by four heads a group
+    assert grid == (4,)  # two tiles of 32 tokens, by four heads a group, for two KV heads
     assert arguments[0] is case.q
     assert arguments[1:4] == (("descriptor", case.k_cache, 16), ("descriptor", case.v_cache, 16), out)
     assert arguments[7] == 0.5 * LOG2_E
+    assert arguments[-2:] == (1, 8)  # the batch, and the programs twice
+    assert (constexprs["KV_HEADS"], constexprs["EARLY"], constexprs["WIDE"]) == (2, True, False)
     assert (constexprs["GROUP"], constexprs["BOX"], constexprs["BLOCK_SIZE"]) == (4, 16, 16)
     assert kernel(*case.args).shape == case.q.shape
     assert calls.launches.made[1][1][7] == 64**-0.5 * LOG2_E
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "max_query_len", "sm_count", "programs"),
+    [
+        ([33], 33, 132, 4),  # tiles of 32 tokens, for two KV heads
+        ([33], 33, 3, 3),
+        ([300, 20], 300, 132, 24),  # 323 tokens with padding: ten whole tiles and two others at most
+        ([20, 0, 0, 0], 20, 132, 8),  # the other rows might be as long, for all the host knows
+        ([20, 20, 20, 20], 20, 7, 7),
+    ],
+)
+def test_no_more_programs_than_items_or_multiprocessors(
+    query_lens: list[int],
+    max_query_len: int,
+    sm_count: int,
+    programs: int,
+    calls: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warp_specialized, "device_sm_count", lambda device: sm_count)
+    case = make_case(query_lens, query_lens, num_q_heads=8, dtype=torch.float16, device="cpu")
+    kernel(*dataclasses.replace(case, max_query_len=max_query_len).args)
+    ((grid, arguments, _constexprs),) = calls.launches.made
+    assert grid == (programs,)
+    assert arguments[-2:] == (len(query_lens), 2 * programs)
+
+
+def spread(x: Tensor, strides: tuple[int, int], offset: int = 0) -> Tensor:
+    """As x, without its values, tokens and heads at other strides."""
+    size = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=False)) + x.shape[2] + offset
+    return torch.empty(size, dtype=x.dtype, device=x.device).as_strided(x.shape, (*strides, 1), offset)
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "early"),
+    [
+        ((512, 64), 0, True),
+        ((768, 80), 16, True),
+        ((512, 64), 4, False),  # 8 bytes
+        ((520, 64), 0, False),  # 16-byte aligned, but Triton asks for a multiple of 16 elements
+        ((576, 72), 0, False),
+    ],
+)
+def test_queries_are_copied_early_where_they_are_aligned(
+    strides: tuple[int, int], offset: int, early: bool, calls: SimpleNamespace
+) -> None:
+    case = fp16_case(33)
+    kernel(*dataclasses.replace(case, q=spread(case.q, strides, offset)).args)
+    assert calls.launches.made[0][2]["EARLY"] is early
+
+
+@pytest.mark.parametrize("which", ["q", "out"])
+@pytest.mark.parametrize(
+    ("strides", "wide"),
+    [
+        ((512, 64), False),
+        ((2**31 // 36 - 16, 64), False),
+        ((2**31 // 36, 64), True),  # of 36 tokens
+        ((64, 2**28), True),  # of 8 heads
+    ],
+)
+def test_far_offsets_have_64_bits(
+    strides: tuple[int, int], wide: bool, which: str, calls: SimpleNamespace
+) -> None:
+    """On tensors without memory, so nothing can be read."""
+    case = fp16_case(33)
+    on_meta = [x.to("meta") if isinstance(x, Tensor) else x for x in case.args]
+    far = spread(on_meta[0], strides)
+    if which == "q":
+        kernel(far, *on_meta[1:])
+    else:
+        kernel(*on_meta, out=far)
+    assert calls.launches.made[0][2]["WIDE"] is wide
 
 
 @pytest.mark.parametrize(("block_size", "box"), [(8, 8), (24, 8), (48, 16), (128, 128), (256, 128)])
