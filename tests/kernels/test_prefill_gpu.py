@@ -124,6 +124,44 @@ def test_specialised_warps_give_tritons_bits():
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("queries", "heads"),
+    [
+        ([3000, 3000, 1500, 3000], (32, 8)),  # 2,632 items, twenty a multiprocessor
+        ([random.Random(i).randrange(65, 131) for i in range(300)], (16, 8)),
+        ([random.Random(i).choice([0, 0, 1, 70]) for i in range(300)], (8, 2)),
+        ([40] * 20, (64, 1)),  # two tokens an item
+    ],
+    ids=["long", "short", "few", "group 64"],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_items_a_program(queries, heads, head_dim):
+    """And Triton's bits in all of them."""
+    case = make_case(
+        queries,
+        [n + 37 * i % 500 for i, n in enumerate(queries)],
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    found = check(case, "warp_specialized")
+    assert torch.equal(found, prefill.get("triton")(*case.args, out=case.untouched_out()))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_queries_at_any_stride(kernel):
+    """16-byte aligned or not: cp.async copies only those that are."""
+    case = make_case([150, 40], [400, 40], num_q_heads=16, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    expected = check(case, kernel)
+    shape = case.q.shape
+    for extra, start in ((8, 0), (8, 3), (16, 0), (16, 1)):
+        wide = torch.full((*shape[:2], shape[2] + extra), float("nan"), dtype=case.q.dtype, device="cuda")
+        q = wide[..., start : start + shape[2]].copy_(case.q)
+        assert torch.equal(check(dataclasses.replace(case, q=q), kernel), expected)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_specialised_warps_give_the_same_bits_each_time(seed):
     """A wait that is missing somewhere would show as a difference now and then; another grid, another timing."""
@@ -223,6 +261,27 @@ def test_offsets_past_2_31_elements(kernel):
     assert torch.equal(check(far, kernel)[:40], check(case, kernel)[:40])
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_queries_and_outputs_past_2_31_elements(kernel, heads_first):
+    """The last tokens, or the last heads, lie there."""
+    case = make_case([40], [100], num_q_heads=16, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    expected = check(case, kernel)
+    tokens, heads, dim = case.q.shape
+    last = (heads if heads_first else 40) - 1
+    apart = (2**31 // last // 16 + 1) * 16
+    strides = (dim, apart) if heads_first else (apart, dim)
+    size = strides[0] * (tokens - 1) + strides[1] * (heads - 1) + dim
+    q, out = (
+        torch.empty(size, dtype=torch.bfloat16, device="cuda").as_strided(case.q.shape, (*strides, 1))
+        for _ in range(2)
+    )
+    q.copy_(case.q)
+    out.copy_(case.untouched_out())
+    prefill.get(kernel)(q, *case.args[1:], out=out)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_lengths_and_batch_sizes_do_not_recompile(kernel):
     """Case K12: batches of 1 to 17, table widths and views at odd offsets share the compiled kernels."""
@@ -270,6 +329,42 @@ def test_can_be_captured(kernel):
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out[:164], expected[:164])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_captured_call_serves_other_chunks(kernel):
+    """From no item at all to many a program, and padding tokens after them: each replay gives the bits of a call."""
+    if (reason := prefill.get(kernel).unavailable(torch.device("cuda"))) is not None:
+        pytest.skip(reason)
+    most_tokens, batch = 9000, 6
+    shape = {"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    whole = make_case([1500] * batch, [3000] * batch, **shape)  # blocks and keys for every chunk to come
+    q = whole.q[:most_tokens]
+    lens, locs = whole.context_lens.clone(), whole.query_start_loc.clone()
+    tensors = (q, whole.k_cache, whole.v_cache, whole.block_table, lens, locs)
+    out = torch.empty_like(q)
+    prefill.get(kernel)(*tensors, most_tokens, out=out)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prefill.get(kernel)(*tensors, most_tokens, out=out)
+    rng = random.Random(0)
+    chunks = [[0] * batch, [1] * batch, [1500] * batch, [0, 0, 0, 0, 0, 1500], [1500, 0, 0, 0, 0, 0]]
+    for queries in [
+        *chunks,
+        *([rng.choice([0, 1, 64, 128, 129, 1000]) for _ in range(batch)] for _ in range(12)),
+    ]:
+        lens.copy_(torch.tensor([rng.randrange(n, 3001) for n in queries]))
+        locs.copy_(torch.tensor([0, *queries]).cumsum(0))
+        replayed, called = (torch.full_like(q, 7.0) for _ in range(2))
+        out.copy_(replayed)
+        graph.replay()
+        prefill.get(kernel)(*tensors, most_tokens, out=called)
+        assert torch.equal(out, called)
+        used = sum(queries)
+        assert torch.equal(out[used:], replayed[used:])
+        expected = prefill.get("reference")(*(x.float() for x in tensors[:3]), *tensors[3:], most_tokens)
+        error = (out[:used].float() - expected[:used]).norm(dim=-1) / expected[:used].norm(dim=-1)
+        assert used == 0 or error.max() < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -305,8 +305,8 @@ MUTATIONS = {
 
 @cache
 def demanding_case(seed: int) -> tuple[PrefillCase, Tensor]:
-    """With its answer. Items of one tile of keys to six, edges of tiles, rows without queries, both caches unlike, every
-    block in use."""
+    """And its answer. Items of one tile of keys to six, edges of tiles, rows without queries, caches unlike each other,
+    every block in use."""
     case = case_in_fp64(
         [5, 65, 0, 1, 1, 1, 40, 0],
         [700, 530, 9, 127, 128, 129, 40, 0],
