@@ -48,12 +48,10 @@ class Partition:
     may_go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     is_ready: Callable[[], bool] | None = None
     is_done: bool = False
-    stores: list[PlainStore] = field(
-        default_factory=list
-    )  # that products and other partitions do not see yet
+    stores: list[PlainStore] = field(default_factory=list)  # not seen by products and other partitions yet
     loads: list[SharedMemory] = field(default_factory=list)  # since its warps met
-    copies: list[PlainStore] = field(default_factory=list)  # cp.async that no group holds yet
-    groups: list[list[PlainStore]] = field(default_factory=list)
+    copies: list[PlainStore] = field(default_factory=list)  # by cp.async, in no group yet
+    groups: list[list[PlainStore]] = field(default_factory=list)  # of such copies
     products: list[Callable[[], None]] = field(default_factory=list)
 
 
