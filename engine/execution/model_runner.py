@@ -181,14 +181,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _rehearse(self) -> None:
-        """Launch what steps may need on one of the layers, which are alike: some prompts, and decode rows in every
-        number that has a graph, by every plan.
+        """Launch what steps may need on one of the layers, which are alike: some prompts, and 1, 2, 4, ... decode rows
+        by every plan. Kernels are compiled for such numbers, or for all.
 
         For compile_ahead: no result of a Triton kernel is used as an index. Slot 0 and the KV cache are left used.
         """
         most = max(1, min(self.config.max_num_batched_tokens, self.max_model_len - 1))
-        of_rows = max(1, _REHEARSED_ROWS // (self.shape.num_q_heads // self.shape.num_kv_heads))
-        num_tokens = sorted({min(n, most) for n in (*_REHEARSED_PROMPTS, of_rows)}, reverse=True)
+        few = max(1, _REHEARSED_ROWS // (self.shape.num_q_heads // self.shape.num_kv_heads))
+        num_tokens = sorted({min(n, most) for n in (*_REHEARSED_PROMPTS, few)}, reverse=True)
         num_blocks = -(-max(num_tokens) // self.shape.block_size)
         self.kv_cache = self._new_kv_cache(num_blocks)[:1]
         settings, new_blocks = (_HARDEST_SAMPLING,), (NewBlocks(0, 0, tuple(range(num_blocks))),)
@@ -196,18 +196,21 @@ class ModelRunner:
         hardest, greedy = self.state.sampling_kind((0,)), self.state.sampling_kind(())
         for n in num_tokens:
             self._run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), hardest)
-        kinds = {num_rows: [greedy] for num_rows in decode_sizes(self.config.max_num_seqs)}
+        sizes = decode_sizes(self.config.max_num_seqs)
+        kinds = {n: [greedy] for n in sizes if n == sizes[-1] or n.bit_count() == 1}
         kinds[1].append(SamplingKind(any_drawn=True))
-        kinds[max(kinds)].append(hardest)
-        for num_rows, kind in ((num_rows, kind) for num_rows, each in kinds.items() for kind in each):
+        kinds[sizes[-1]].append(hardest)
+        for num_rows, of_rows in kinds.items():
             slots = torch.full((num_rows,), self.state.padding_slot, dtype=torch.int64, device=self.device)
-            for use_triton in (True, False):  # the latter's results are real
-                rows, draw = start_decodes(
-                    self.state, slots, self.shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
-                )
-            for plan in self._planner.every_plan(num_rows, self.max_model_len):
-                hidden = self._forward(rows, None, plan)
-            self._sample(hidden, slots, kind, draw)
+            first, *others = self._planner.every_plan(num_rows, self.max_model_len)
+            for kind in of_rows:
+                for use_triton in (True, False):  # the latter's results are real
+                    rows, draw = start_decodes(
+                        self.state, slots, self.shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
+                    )
+                self._sample(self._forward(rows, None, first), slots, kind, draw)
+            for plan in others:
+                self._forward(rows, None, plan)
         self.kv_cache = self._new_kv_cache(0)
 
     # --- KV cache -------------------------------------------------------------------------------------------
