@@ -181,8 +181,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _rehearse(self) -> None:
-        """Launch what steps may need on one of the layers, which are alike: some prompts, and 1, 2, 4, ... decode rows
-        by every plan. Kernels are compiled for such numbers, or for all.
+        """Launch what steps may need on one of the layers, which are alike: some prompts, and decode rows in powers of
+        two, which is what kernels are compiled for.
 
         For compile_ahead: no result of a Triton kernel is used as an index. Slot 0 and the KV cache are left used.
         """
@@ -196,10 +196,17 @@ class ModelRunner:
         hardest, greedy = self.state.sampling_kind((0,)), self.state.sampling_kind(())
         for n in num_tokens:
             self._run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), hardest)
+        self._rehearse_decodes(greedy, hardest)
+        self.kv_cache = self._new_kv_cache(0)
+
+    def _rehearse_decodes(self, greedy: SamplingKind, hardest: SamplingKind) -> None:
+        """Steps of 1, 2, 4, ... rows and of most, and their attention by every plan that it may have."""
         sizes = decode_sizes(self.config.max_num_seqs)
         kinds = {n: [greedy] for n in sizes if n == sizes[-1] or n.bit_count() == 1}
         kinds[1].append(SamplingKind(any_drawn=True))
         kinds[sizes[-1]].append(hardest)
+        heads, head_dim = self.shape.num_q_heads + 2 * self.shape.num_kv_heads, self.shape.head_dim
+        k_cache, v_cache = self.kv_cache[0].unbind(0)
         for num_rows, of_rows in kinds.items():
             slots = torch.full((num_rows,), self.state.padding_slot, dtype=torch.int64, device=self.device)
             first, *others = self._planner.every_plan(num_rows, self.max_model_len)
@@ -209,9 +216,17 @@ class ModelRunner:
                         self.state, slots, self.shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
                     )
                 self._sample(self._forward(rows, None, first), slots, kind, draw)
+            qkv = torch.empty(num_rows, heads, head_dim, dtype=self.shape.dtype, device=self.device)
             for plan in others:
-                self._forward(rows, None, plan)
-        self.kv_cache = self._new_kv_cache(0)
+                self.kernels.decode(
+                    qkv[:, : self.shape.num_q_heads],
+                    k_cache,
+                    v_cache,
+                    rows.block_table,
+                    rows.context_lens,
+                    workspace=plan.workspace(),
+                    **plan.options,
+                )
 
     # --- KV cache -------------------------------------------------------------------------------------------
 
