@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.execution import kv_cache
 from engine.execution.all_reduce_choice import choose_all_reduce
-from engine.execution.batch_state import MAX_CANDIDATES, BatchState, SamplingKind
+from engine.execution.batch_state import BatchState, SamplingKind
 from engine.execution.collective_timer import CollectiveTimer
 from engine.execution.cuda_graphs import CAPTURE_COST, StepGraphs
 from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
@@ -23,6 +23,7 @@ from engine.execution.graph_sizes import GraphSizes, decode_sizes, launch_rows
 from engine.execution.input_batch import AttentionShape, ChunkRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
+from engine.execution.rehearsal import HARDEST_SAMPLING, rehearse
 from engine.execution.sampler import PendingTokens, choose_tokens
 from engine.execution.sharded_sampling import greedy_tokens, likeliest_logits
 from engine.execution.step_rows import StepRows, StepSize, lay_out
@@ -38,13 +39,6 @@ from kernels.persistent import unsupported_block_size
 from kernels.prefill import PrefillProblem
 from kernels.slot_state import DecodeRows, DrawSettings, draw_settings, keep_newest, start_decodes
 from kernels.tuned_tables import device_name
-
-_HARDEST_SAMPLING = SlotSetting(0, 1.0, MAX_CANDIDATES + 1, 0.9, 0, 1)
-"""With top-p, log-probabilities, and a top-k of which ranks cannot decide from a few candidates: they gather all."""
-
-_REHEARSED_PROMPTS, _REHEARSED_ROWS = (128, 16, 1), 64
-"""Tokens, and tokens times query heads of a group. Kernels for prefill differ between long chunks, short ones, and what
-a cached prefix leaves of a prompt; those of attention go by rows of its tiles."""
 
 
 class ModelRunner:
@@ -81,7 +75,7 @@ class ModelRunner:
             use_triton=self.kernels.use_triton,
             largest=decode_sizes(config.max_num_seqs)[-1] * source.config.hidden_size * dtype.itemsize,
         )
-        self._planner = DecodePlanner(self.kernels.decode, self.shape.decode_problem)
+        self.planner = DecodePlanner(self.kernels.decode, self.shape.decode_problem)
         started = time.perf_counter()
         # No position beyond max_model_len is ever run, so the table of rotary angles ends there.
         shortened = replace(source.config, max_position_embeddings=self.max_model_len)
@@ -97,7 +91,7 @@ class ModelRunner:
         if self.kernels.persistent_layers:
             self.model.prepare_persistent_layers()
         self.load_s = time.perf_counter() - started
-        self.kv_cache = self._new_kv_cache(0)
+        self.kv_cache = self.new_kv_cache(0)
         max_blocks = -(-self.max_model_len // config.block_size)
         self.state = BatchState(
             config.max_num_seqs, max_blocks, source.config.vocab_size, device, num_ranks=group.size
@@ -181,52 +175,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _rehearse(self) -> None:
-        """Launch what steps may need on one of the layers, which are alike: some prompts, and decode rows in powers of
-        two, which is what kernels are compiled for.
-
-        For compile_ahead: no result of a Triton kernel is used as an index. Slot 0 and the KV cache are left used.
-        """
-        most = max(1, min(self.config.max_num_batched_tokens, self.max_model_len - 1))
-        few = max(1, _REHEARSED_ROWS // (self.shape.num_q_heads // self.shape.num_kv_heads))
-        num_tokens = sorted({min(n, most) for n in (*_REHEARSED_PROMPTS, few)}, reverse=True)
-        num_blocks = -(-max(num_tokens) // self.shape.block_size)
-        self.kv_cache = self._new_kv_cache(num_blocks)[:1]
-        settings, new_blocks = (_HARDEST_SAMPLING,), (NewBlocks(0, 0, tuple(range(num_blocks))),)
-        self.state.apply(StepInput(settings, new_blocks, (), 0, 0, ()))
-        hardest, greedy = self.state.sampling_kind((0,)), self.state.sampling_kind(())
-        for n in num_tokens:
-            self._run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), hardest)
-        self._rehearse_decodes(greedy, hardest)
-        self.kv_cache = self._new_kv_cache(0)
-
-    def _rehearse_decodes(self, greedy: SamplingKind, hardest: SamplingKind) -> None:
-        """Steps of 1, 2, 4, ... rows and of most, and their attention by every plan that it may have."""
-        sizes = decode_sizes(self.config.max_num_seqs)
-        kinds = {n: [greedy] for n in sizes if n == sizes[-1] or n.bit_count() == 1}
-        kinds[1].append(SamplingKind(any_drawn=True))
-        kinds[sizes[-1]].append(hardest)
-        heads, head_dim = self.shape.num_q_heads + 2 * self.shape.num_kv_heads, self.shape.head_dim
-        k_cache, v_cache = self.kv_cache[0].unbind(0)
-        for num_rows, of_rows in kinds.items():
-            slots = torch.full((num_rows,), self.state.padding_slot, dtype=torch.int64, device=self.device)
-            first, *others = self._planner.every_plan(num_rows, self.max_model_len)
-            for kind in of_rows:
-                for use_triton in (True, False):  # the latter's results are real
-                    rows, draw = start_decodes(
-                        self.state, slots, self.shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
-                    )
-                self._sample(self._forward(rows, None, first), slots, kind, draw)
-            qkv = torch.empty(num_rows, heads, head_dim, dtype=self.shape.dtype, device=self.device)
-            for plan in others:
-                self.kernels.decode(
-                    qkv[:, : self.shape.num_q_heads],
-                    k_cache,
-                    v_cache,
-                    rows.block_table,
-                    rows.context_lens,
-                    workspace=plan.workspace(),
-                    **plan.options,
-                )
+        rehearse(self)
 
     # --- KV cache -------------------------------------------------------------------------------------------
 
@@ -264,10 +213,10 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Give the runner a KV cache."""
-        self.kv_cache = self._new_kv_cache(num_blocks)
+        self.kv_cache = self.new_kv_cache(num_blocks)
         self.graphs = self._new_graphs() if self.uses_cuda_graphs else None
 
-    def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
+    def new_kv_cache(self, num_blocks: int) -> torch.Tensor:
         return kv_cache.allocate(
             self.model_config,
             num_blocks,
@@ -280,7 +229,7 @@ class ModelRunner:
     def _new_graphs(self) -> StepGraphs:
         return StepGraphs(
             self._run,
-            self._planner,
+            self.planner,
             self._graph_sizes(),
             self.state.padding_slot,
             self.max_model_len,
@@ -308,7 +257,7 @@ class ModelRunner:
         held_by_graphs = torch.cuda.memory_reserved(self.device) - held_before
         peak = torch.cuda.max_memory_allocated(self.device) - held_by_cache + held_by_graphs
         self.graphs = None
-        self.kv_cache = self._new_kv_cache(0)
+        self.kv_cache = self.new_kv_cache(0)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         used_outside = total - free - torch.cuda.memory_reserved(self.device)
@@ -334,7 +283,7 @@ class ModelRunner:
         for slot in range(num_seqs):
             num_tokens = min(length, budget // num_seqs + (slot < budget % num_seqs))
             num_blocks = -(-num_tokens // self.shape.block_size)
-            settings.append(replace(_HARDEST_SAMPLING, slot=slot))
+            settings.append(replace(HARDEST_SAMPLING, slot=slot))
             new_blocks.append(NewBlocks(slot, 0, tuple(range(next_block, next_block + num_blocks))))
             chunks.append(Chunk(slot, 0, (0,) * num_tokens, True))
             next_block += num_blocks
@@ -390,14 +339,14 @@ class ModelRunner:
         sampled = step.sampled_slots
         kind = self.state.sampling_kind(sampled)
         replayed = None if self.graphs is None else self.graphs.replay(step, kind)
-        token_ids, logits = self._run_eagerly(step, kind) if replayed is None else replayed
+        token_ids, logits = self.run_eagerly(step, kind) if replayed is None else replayed
         return PendingTokens(token_ids, logits, self.state.num_logprobs(sampled), span)
 
-    def _run_eagerly(self, step: StepInput, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_eagerly(self, step: StepInput, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
         size = StepSize.of(step)
         (rows,) = upload(self.device, lay_out(step, size, self.state.padding_slot))
         contexts = ContextBucket.of(step.max_decode_context, step.mean_decode_context, self.max_model_len)
-        plan = self._planner.plan(size.decodes, contexts) if size.decodes else None
+        plan = self.planner.plan(size.decodes, contexts) if size.decodes else None
         return self._run(StepRows.view(rows, size), kind, plan)
 
     def _run(
@@ -413,21 +362,21 @@ class ModelRunner:
             )
         if rows.chunks is not None:
             chunks = ChunkRows.build(state, rows.chunks, block_size)
-        hidden = self._forward(decodes, chunks, plan)
+        hidden = self.forward(decodes, chunks, plan)
         if rows.chunks is not None:
             state.num_computed[rows.chunks.slots] = rows.chunks.ends
             hidden = hidden[rows.sampled_rows]
             if kind.any_drawn:
                 settings = draw_settings(state, rows.sampled_slots, use_triton=use_triton)
-        return self._sample(hidden, rows.sampled_slots, kind, settings)
+        return self.sample(hidden, rows.sampled_slots, kind, settings)
 
-    def _forward(
+    def forward(
         self, decodes: DecodeRows | None, chunks: ChunkRows | None, plan: DecodePlan | None
     ) -> torch.Tensor:
         batch = join_rows(decodes, chunks, plan=plan, device=self.device)
         return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache)
 
-    def _sample(
+    def sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, kind: SamplingKind, settings: DrawSettings | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(token_ids [rows], logits [rows, ids]); each token becomes its slot's newest. settings: if kind.any_drawn.
@@ -485,7 +434,7 @@ class ModelRunner:
         if graphs is not None:
             with graphs.captured_at_once():
                 replayed = graphs.replay(step, SamplingKind(any_logits=True))
-        logits = (replayed or self._run_eagerly(step, SamplingKind()))[1]
+        logits = (replayed or self.run_eagerly(step, SamplingKind()))[1]
         assert logits is not None  # the kind asks for them
         return logits.to(torch.float32, copy=True)
 

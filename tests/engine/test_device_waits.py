@@ -78,12 +78,12 @@ def runner():
     runner.max_model_len, runner.graphs = 64, None
     runner.kernels = KernelChoice(decode.get("single_pass"), prefill.get("torch"), use_triton=False)
     runner.shape = AttentionShape(4, 2, 16, 16, torch.float32, META)
-    runner._planner = DecodePlanner(runner.kernels.decode, runner.shape.decode_problem)
+    runner.planner = DecodePlanner(runner.kernels.decode, runner.shape.decode_problem)
     runner.state = BatchState(8, 4, VOCAB, META)
     runner.model = SimpleNamespace(
         lm_head=None, compute_logits=lambda hidden: torch.zeros((len(hidden), VOCAB), device=META)
     )
-    runner._forward = lambda decodes, chunks, plan: torch.zeros(
+    runner.forward = lambda decodes, chunks, plan: torch.zeros(
         (sum(len(rows.input_ids) for rows in (decodes, chunks) if rows is not None), 8), device=META
     )
     return runner
@@ -95,7 +95,7 @@ def test_a_step_is_launched_without_waiting(runner, name, monkeypatch):
     sampled = step.sampled_slots
     with HostWaits(monkeypatch) as waits:
         runner.state.apply(step)
-        token_ids, logits = runner._run_eagerly(step, runner.state.sampling_kind(sampled))
+        token_ids, logits = runner.run_eagerly(step, runner.state.sampling_kind(sampled))
         sampler._gather_logprobs(logits, token_ids, [(0, 3)])
     assert waits.found == []
     assert token_ids.shape == (len(sampled),)

@@ -100,7 +100,7 @@ def test_replays_give_the_tokens_of_eager_steps(
         runner = llm.runner
         sizes = GraphSizes(max_num_seqs, most_chunk_tokens, launch_rows=400)
         graphs = RunAgain(
-            runner._run, runner._planner, sizes, runner.state.padding_slot, LENGTH, runner.device
+            runner._run, runner.planner, sizes, runner.state.padding_slot, LENGTH, runner.device
         )
         graphs.capture_cost = 1.2
         runner.graphs = graphs
@@ -133,7 +133,7 @@ def test_the_triton_prefill_kernel_replays_other_chunks_than_it_was_captured_for
         runner = llm.runner
         runner.graphs = graphs = RunAgain(
             runner._run,
-            runner._planner,
+            runner.planner,
             GraphSizes(2, 32, 1000),
             runner.state.padding_slot,
             64,

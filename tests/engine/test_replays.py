@@ -28,7 +28,7 @@ class OneBuffer:
     def replay(self, step: StepInput, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor] | None:
         if step.chunks:
             return None
-        token_ids, logits = self._runner._run_eagerly(step, kind)
+        token_ids, logits = self._runner.run_eagerly(step, kind)
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         return token_ids, self._logits.copy_(logits)

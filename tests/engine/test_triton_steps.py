@@ -60,7 +60,7 @@ def outputs_of(
             state = runner.state
             sizes = GraphSizes(5, 20, 1000)
             runner.graphs = RunAgain(
-                runner._run, runner._planner, sizes, state.padding_slot, runner.max_model_len, runner.device
+                runner._run, runner.planner, sizes, state.padding_slot, runner.max_model_len, runner.device
             )
             runner.capture_at_once(True)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
