@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.failures import describe, status_of
+from experiments.input_guard import InputGuard
 from experiments.interpreter import is_interpreted
 from experiments.provenance import is_throttled
 from experiments.records import Row
@@ -102,16 +103,21 @@ def measure(
     generator = torch.Generator(device=context.device).manual_seed(context.seed(point))
     inputs = problem.make_inputs(generator)
     expected = tuple(problem.reference(inputs))
+    guard = InputGuard(inputs)
     rows, to_time, checked = [], {}, {}
     for candidate in problem.candidates():
         verdict = _check(candidate, problem, inputs, expected, max_interpreted_size)
+        written = guard.restore()
+        if written and verdict["status"] in ("ok", "not_timed"):
+            verdict |= {"status": "incorrect", "error": f"it wrote to its inputs: {', '.join(written)}"}
+            verdict.pop("plan_us", None)
         columns = {"variant": candidate.name, **candidate.columns, **verdict}
         if verdict["status"] == "ok":
             to_time[candidate.name] = candidate
             checked[candidate.name] = columns
         else:
             rows.append(context.row(point, **columns))
-    del expected
+    del expected, guard
     for cache_state in cache_states if to_time else ():
         rows += _time(problem, to_time, checked, inputs, generator, cache_state, point, context)
     order = {candidate.name: i for i, candidate in enumerate(problem.candidates())}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.input_guard import InputGuard
 from experiments.interpreter import is_interpreted
 from experiments.kernel_bench import TOLERANCES, Candidate, Problem, relative_error
 from kernels import timing
@@ -108,12 +109,16 @@ class Comparison:
         (inputs,) = self._input_sets(problem, 1)
         if id(problem) not in self._expected:
             self._expected[id(problem)] = tuple(problem.reference(inputs))
+        guard = InputGuard(inputs)
         try:
             outputs = candidate.bind(inputs).outputs()
         except Exception as error:
             if contender.peer:
                 raise Unsupported(f"{type(error).__name__}: {error}".splitlines()[0]) from error
             raise
+        finally:
+            written = guard.restore()
+        assert not written, f"it wrote to its inputs: {', '.join(written)}"
         found, limit = relative_error(outputs, self._expected[id(problem)]), TOLERANCES[problem.dtype]
         assert found <= limit, f"max_rel_err is {found:.3g}, the tolerance for {problem.dtype} is {limit:g}"
         return found

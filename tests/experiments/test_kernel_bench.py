@@ -41,10 +41,13 @@ class Faulty(DecodeKernel):
         decode.get("torch")(*args, **kwargs)
         if self.name == "wrong":
             out[0, -1] *= 1.01
+        if self.name == "careless":
+            args[0].zero_()
+            args[2].zero_()
         return out
 
 
-FAULTS = ("unable", "crashing", "greedy_for_memory", "lazy", "wrong")
+FAULTS = ("unable", "crashing", "greedy_for_memory", "lazy", "wrong", "careless")
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,7 @@ def test_every_fault_is_a_row_without_a_time_and_the_others_are_timed(tmp_path: 
         "greedy_for_memory": "oom",
         "lazy": "incorrect",
         "wrong": "incorrect",
+        "careless": "incorrect",
         "torch": "ok",
         **on_cpu,
     }
@@ -100,6 +104,16 @@ def test_every_fault_is_a_row_without_a_time_and_the_others_are_timed(tmp_path: 
         assert row["timing_method"] == "perf_counter"
         assert row["floor_us"] == pytest.approx(max(row["bytes"], row["flops"]) / 1e9 * 1e6)
         assert row["roofline_fraction"] == pytest.approx(row["floor_us"] / row["time_us"])
+
+
+def test_a_kernel_that_writes_to_its_inputs_is_incorrect_and_the_next_one_reads_them_whole(
+    tmp_path: Any,
+) -> None:
+    rows = measured([Variant("careless", "careless"), Variant("torch", "torch")], tmp_path)
+    (careless,) = (row for row in rows if row["variant"] == "careless")
+    assert (careless["status"], careless["time_us"]) == ("incorrect", None)
+    assert careless["error"] == "it wrote to its inputs: q, v_cache"
+    assert {row["status"] for row in rows if row["variant"] == "torch"} == {"ok"}
 
 
 def test_a_wrong_kernel_is_told_by_how_much(tmp_path: Any) -> None:
