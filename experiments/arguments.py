@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 _MULTIRUN = ("-m", "--multirun")
@@ -77,10 +80,30 @@ def _attention(value: str) -> list[str]:
     else:
         names = [value]
     known = group_options("attention")
-    return [
-        f"attention=[{','.join(name for name in names if name in known)}]",
-        *(f"+attention.{name}={{decode: {name}}}" for name in names if name not in known),
+    names = list(dict.fromkeys(names))
+    # Hydra adds single entries behind those of the group's files: behind the first kernel without a file, all are such.
+    from_files = list(itertools.takewhile(lambda name: name in known, names))
+    entries = [
+        entry
+        for name in names[len(from_files) :]
+        for entry in (_file_entries(name) if name in known else [f"+attention.{name}={{decode: {name}}}"])
     ]
+    return [f"attention=[{','.join(from_files)}]", *entries]
+
+
+def _file_entries(name: str) -> list[str]:
+    """What conf/attention/NAME.yaml holds, as overrides."""
+    from omegaconf import OmegaConf
+
+    held: Any = OmegaConf.to_container(OmegaConf.load(CONF / "attention" / f"{name}.yaml"))
+    return [f"+attention.{key}={_override(value)}" for key, value in held.items()]
+
+
+def _override(value: Any) -> str:
+    """A value in the grammar of Hydra's overrides, whose keys have no quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_override(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value)
 
 
 def _quoted(text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments import arguments
+from tests.experiments.test_conf import composed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,15 @@ def test_attention_may_name_kernels_without_a_yaml() -> None:
     assert prepare("attention=[split_kv,mine]") == ["attention=[split_kv]", "+attention.mine={decode: mine}"]
     assert prepare("attention=mine") == ["attention=[]", "+attention.mine={decode: mine}"]
     assert prepare("attention=split_kv,torch") == ["attention=split_kv,torch"]
+
+
+def test_kernels_keep_the_order_in_which_they_are_named() -> None:
+    """The first is the baseline of attribution, whether it has a yaml or not."""
+    for names in (["planned", "torch", "sdpa", "split_kv_again"], ["torch", "planned", "reference"]):
+        config = composed(*prepare(f"attention=[{','.join([*names, names[0]])}]"))
+        assert list(config["attention"]) == names
+        assert config["attention"].get("split_kv_again", {"decode": "split_kv"}) == {"decode": "split_kv"}
+    assert composed(*prepare("attention=[planned,all]"))["attention"]["all"] == {"decode": "*"}
 
 
 def test_a_sweep_gets_a_folder_that_no_other_sweep_has() -> None:
