@@ -46,8 +46,8 @@ def prepare(arguments: Sequence[str], cwd: Path) -> list[str]:
     prepared.sort(key=lambda argument: argument not in _MULTIRUN)
     if is_multirun(arguments) and not any(a.startswith("hydra.sweep.dir=") for a in arguments):
         roots = [a.partition("=")[2] for a in arguments if a.startswith("run.root=")]
-        root = Path(roots[-1] if roots else "outputs")
-        prepared.append(f"hydra.sweep.dir={cwd / root / 'multirun' / unique_name()}")
+        root = Path(_unquoted(roots[-1]) if roots else "outputs").expanduser()
+        prepared.append(f"hydra.sweep.dir={_quoted(str(cwd / root / 'multirun' / unique_name()))}")
     return prepared
 
 
@@ -58,7 +58,7 @@ def is_multirun(arguments: Iterable[str]) -> bool:
 
 def sweep_folder(prepared: Iterable[str]) -> Path:
     """Where the runs of a prepared sweep go."""
-    return Path(next(a.partition("=")[2] for a in prepared if a.startswith("hydra.sweep.dir=")))
+    return Path(_unquoted(next(a.partition("=")[2] for a in prepared if a.startswith("hydra.sweep.dir="))))
 
 
 def _model(value: str, cwd: Path) -> str:
@@ -108,3 +108,11 @@ def _override(value: Any) -> str:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "\\'") + "'"
+
+
+def _unquoted(text: str) -> str:
+    """What a value of Hydra's grammar stands for that may be in quotes."""
+    mark = text[:1]
+    if mark not in ("'", '"') or len(text) < 2 or not text.endswith(mark):
+        return text
+    return text[1:-1].replace(f"\\{mark}", mark)

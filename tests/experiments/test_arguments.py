@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from experiments import arguments
 from tests.experiments.test_conf import composed
@@ -48,6 +49,19 @@ def test_a_sweep_gets_a_folder_that_no_other_sweep_has() -> None:
     assert first != second
     assert first.parent == ROOT / "outputs" / "multirun"
     assert arguments.sweep_folder(prepare("-m", "hydra.sweep.dir=/there")) == Path("/there")
+
+
+def test_a_sweep_goes_below_its_root_whatever_the_characters_of_their_names(tmp_path: Path) -> None:
+    for typed, root in (("'my runs'", "my runs"), ('"a,b"', "a,b"), ("plain", "plain")):
+        cwd = tmp_path / "it's, (here)"
+        prepared = prepare("-m", "+suite=throughput", f"run.root={typed}", cwd=cwd)
+        assert arguments.sweep_folder(prepared).parent == cwd / root / "multirun"
+        with initialize_config_dir(version_base="1.3", config_dir=str(arguments.CONF)):
+            config = compose("config", overrides=prepared[1:], return_hydra_config=True)
+        assert config.hydra.sweep.dir == str(arguments.sweep_folder(prepared))
+    prepared = prepare("-m", "run.root='~/runs'", cwd=tmp_path)
+    assert arguments.sweep_folder(prepared).parent == Path.home() / "runs" / "multirun"
+    assert arguments.sweep_folder(["hydra.sweep.dir='/over there'"]) == Path("/over there")
 
 
 def test_completion_queries_pass_untouched() -> None:
