@@ -168,7 +168,7 @@ def _facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
         "models": ", ".join(frame["model"].dropna().unique()) or "-",
         "versions": ", ".join(f"{name} {version}" for name, version in record["packages"].items() if version),
         "seed": str(record["seed"]),
-        "rows": ", ".join(f"{count} {status}" for status, count in sorted(record.get("rows", {}).items())),
+        "rows": _counts(frame) + ("" if record.get("ended") else "; it did not end, and points are missing"),
         "kernels": "; ".join(_kernels(frame)) or "-",
         "timing": ", ".join(frame["timing_method"].dropna().unique()) or "-",
         "throttled rows": f"{int(throttled.sum())} of {len(throttled)}"
@@ -179,6 +179,11 @@ def _facts(frame: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
         **_turns(frame),
     }
     return pd.DataFrame({"what": facts.keys(), "value": facts.values()})
+
+
+def _counts(frame: pd.DataFrame) -> str:
+    counts = frame["status"].value_counts().sort_index()
+    return ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
 def _kernels(frame: pd.DataFrame) -> list[str]:

@@ -64,7 +64,8 @@ def run(composed: Mapping[str, Any], cwd: Path, overrides: Sequence[str], root: 
             provenance.write(folder.provenance, record)
             result = run_sweep(suite, points, context, writer, config)
             record["gpu_after"] = provenance.gpu_state(device)
-            record["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            if not result.interrupted:
+                record["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             record["rows"] = dict(result.statuses)
             provenance.write(folder.provenance, record)
             rows = writer.rows
@@ -84,6 +85,8 @@ def _earlier(folder: RunFolder) -> dict[str, Any] | None:
     from experiments import provenance
 
     record: dict[str, Any] = json.loads(folder.provenance.read_text())
+    for name in ("gpu_after", "ended", "rows"):  # of what is no longer the whole run
+        record.pop(name, None)
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     record.setdefault("resumed", []).append({"at": now, "git": provenance.git_state()})
     return record

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import experiments
+from experiments import differences
 from experiments.provenance import git_state
 from experiments.records import RECORDS, read_rows
 from tests.engine.leftovers import wait_until_gone
@@ -243,6 +244,32 @@ def test_ctrl_c_leaves_a_valid_folder(tmp_path: Path) -> None:
     folder = only_folder(tmp_path)
     assert len(read_rows(folder / RECORDS)) == 3
     assert (folder / "report.md").exists()
+
+
+def test_a_run_has_ended_only_with_its_last_point(tmp_path: Path) -> None:
+    assert run(["ok", "interrupt", "ok"], root=tmp_path, plots=True) == 130
+    folder = only_folder(tmp_path)
+    record = json.loads((folder / "provenance.json").read_text())
+    assert "ended" not in record
+    assert differences.warnings(folder, folder)[-1] == "run B did not end: some of its points are missing"
+    assert "3 ok; it did not end, and points are missing" in (folder / "report.md").read_text()
+
+
+def test_a_run_that_is_continued_has_not_ended_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert run(["ok", "raise"], root=tmp_path, folder=str(folder), plots=True) == 1
+    assert "3 ok" in (folder / "report.md").read_text()
+    (folder / RECORDS).write_bytes(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr("experiments.sweep.run_sweep", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            run(["ok", "raise"], root=tmp_path, folder=str(folder), resume=True)
+    record = json.loads((folder / "provenance.json").read_text())
+    assert {"ended", "rows"}.isdisjoint(record)
+    assert run(["ok", "raise"], root=tmp_path, folder=str(folder), resume=True) == 1
+    assert {"ended", "rows"} <= set(json.loads((folder / "provenance.json").read_text()))
 
 
 def test_a_disk_that_refuses_is_an_error_before_the_first_point(tmp_path: Path) -> None:
