@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from experiments import provenance
 
 # Of provenance.json: what makes times differ for reasons outside the code under test.
 _FACTS = (
@@ -96,5 +97,4 @@ def _flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _read(run: Path) -> dict[str, Any]:
     path = run / "provenance.json"
-    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return record
+    return provenance.read(path) if path.exists() else {}

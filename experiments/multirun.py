@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments import provenance
 from experiments.columns import COLUMNS, FAILURES
 from experiments.records import RECORDS, find_records, read_rows, to_frame
 
@@ -83,14 +83,14 @@ def _telling(rows: pd.DataFrame, candidates: Sequence[str]) -> list[str]:
 def _overrides(run: Path) -> dict[str, str]:
     """What was typed for a run, by key: bench.context_lens, engine, seed."""
     path = run / "provenance.json"
-    typed = json.loads(path.read_text()).get("overrides", []) if path.exists() else []
+    typed = provenance.read(path).get("overrides", []) if path.exists() else []
     pairs = [override.lstrip("+~").partition("=") for override in typed]
     return {key: value for key, _, value in pairs if not key.startswith(_NOT_MEASURED)}
 
 
 def _ended(run: Path) -> bool:
     path = run / "provenance.json"
-    return path.exists() and "ended" in json.loads(path.read_text())
+    return path.exists() and "ended" in provenance.read(path)
 
 
 def _summary(name: Any, rows: pd.DataFrame, apart: Sequence[str]) -> pd.DataFrame:

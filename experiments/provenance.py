@@ -175,6 +175,20 @@ def _identity(device: torch.device) -> str:
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
+def read(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """provenance.json of a run; ValueError, with its path, for what is none or lacks what is needed of it."""
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: not an object, but {type(record).__name__}")
+    for name in needed:
+        if name not in record:
+            raise ValueError(f"{path}: no {name}")
+    return record
+
+
 def write(path: Path, record: dict[str, Any]) -> None:
     """provenance.json, replaced as a whole."""
     new = path.with_suffix(".new")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RECORDS = "records.jsonl"
+IDENTITY = ("point_id", "suite", "status")
 Row = dict[str, Any]
 
 
@@ -25,19 +26,28 @@ def point_id(suite: str, params: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a records file, less what a kill left half-written at its end."""
+def read_rows(path: Path, needed: Iterable[str] = IDENTITY) -> list[Row]:
+    """The rows of a records file, less what a kill left half-written at its end.
+
+    Raises ValueError, naming the line, for what is no JSON object or lacks a column that is needed.
+    """
     rows = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError as error:
             if number == len(lines):  # no newline follows: torn
                 break
             raise ValueError(f"{path}, line {number} is not a JSON object: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object, but {type(row).__name__}")
+        missing = [name for name in needed if name not in row]
+        if missing:
+            raise ValueError(f"{path}, line {number} is no row of a run: it has no {missing[0]}")
+        rows.append(row)
     return rows
 
 
@@ -111,7 +121,10 @@ def _replace(path: Path, data: bytes) -> None:
 def find_records(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The records files that paths name: a records file, a run folder, a folder of run folders, or a glob pattern."""
     found: list[Path] = []
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not paths:
+        raise FileNotFoundError(f"no paths in which to look for {RECORDS}")
+    for path in paths:
         text = os.path.expanduser(os.fspath(path))
         matches = [Path(match) for match in sorted(glob.glob(text))] or [Path(text)]
         files = [

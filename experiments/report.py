@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import tables
+from experiments import provenance, tables
 from experiments.columns import FAILURES
 from experiments.records import RECORDS, Row, find_records, read_rows, to_frame
 
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from experiments.suites.protocol import Suite
+
+NEEDED = ("device_name", "started", "command", "git", "packages", "seed", "ceilings")
+"""What a report tells of a run's provenance."""
 
 MAX_PRINTED = 100
 MAX_REASONS = 8
@@ -45,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def rewrite(folder: Path) -> None:
     """Make the table, plots and reports of a finished run again from its rows.
 
-    Raises OSError where provenance.json is missing, ValueError where there are no rows or no such suite.
+    Raises OSError without a provenance.json, ValueError where it is broken or there are no rows or no such suite.
     """
     from experiments import suites
 
     rows = read_rows(folder / RECORDS)
-    record = json.loads((folder / "provenance.json").read_text())
+    record = provenance.read(folder / "provenance.json", NEEDED)
     if not rows:
         raise ValueError(f"{folder} has no rows")
     write(folder, suites.get(rows[0]["suite"]), rows, record)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments import provenance
 from experiments.records import RECORDS
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def list_runs(root: str | os.PathLike[str]) -> pd.DataFrame:
     lines = [_line(folder) for folder in folders if _is_whole(folder)]
     if not lines:
         raise FileNotFoundError(f"there is no run under {root}")
-    return pd.DataFrame(lines).sort_values("started", ignore_index=True)
+    return pd.DataFrame(lines).sort_values("started", ignore_index=True, key=_moments)
 
 
 def newest(suite: str, root: str | os.PathLike[str], level: str | None = None) -> Path:
@@ -47,6 +47,13 @@ def newest(suite: str, root: str | os.PathLike[str], level: str | None = None) -
     )
 
 
+def _moments(started: pd.Series) -> pd.Series:
+    """Times on one clock: machines differ in their time zones."""
+    import pandas as pd
+
+    return pd.to_datetime(started, format="ISO8601", utc=True)
+
+
 def _is_whole(folder: Path) -> bool:
     return all((folder / name).exists() for name in ("provenance.json", "config.yaml"))
 
@@ -54,7 +61,7 @@ def _is_whole(folder: Path) -> bool:
 def _line(folder: Path) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    record = json.loads((folder / "provenance.json").read_text())
+    record = provenance.read(folder / "provenance.json", ("device_name", "started", "git"))
     config = OmegaConf.load(folder / "config.yaml")
     return {
         "suite": config.bench.suite,

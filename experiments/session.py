@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -84,7 +83,7 @@ def _earlier(folder: RunFolder) -> dict[str, Any] | None:
         return None
     from experiments import provenance
 
-    record: dict[str, Any] = json.loads(folder.provenance.read_text())
+    record = provenance.read(folder.provenance)
     for name in ("gpu_after", "ended", "rows"):  # of what is no longer the whole run
         record.pop(name, None)
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")

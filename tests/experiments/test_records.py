@@ -141,3 +141,19 @@ def test_further_columns_come_last_with_inferred_types(tmp_path: Path) -> None:
     assert str(df["n"].dtype) == "Int64"
     assert str(df["x"].dtype) == "float64"
     assert isinstance(df, pd.DataFrame)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [("3", "not a JSON object"), ("[1]", "not a JSON object"), ('{"a": 1}', "no point_id")],
+)
+def test_a_file_of_something_else_is_refused_by_line(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / RECORDS
+    path.write_text(f"{json.dumps(make_row(point_id='p', suite='s', status='ok'))}\n{line}\n")
+    with pytest.raises(ValueError, match=f"{RECORDS}, line 2 .*{why}"):
+        experiments.load(tmp_path)
+
+
+def test_loading_nothing_at_all_is_an_error_too() -> None:
+    with pytest.raises(FileNotFoundError, match="no paths"):
+        experiments.load([])

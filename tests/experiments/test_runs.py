@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import report
 from experiments.columns import make_row
 from experiments.records import RECORDS, RecordWriter
 from experiments.runs import list_runs, newest
@@ -34,6 +35,8 @@ def test_runs_are_listed_in_the_order_they_were_started(tmp_path: Path) -> None:
     (tmp_path / "torn" / RECORDS).write_text("")
     runs = list_runs(tmp_path)
     assert runs["suite"].tolist() == ["long_decode", "throughput"]
+    write(tmp_path / "east", "serving", "2026-01-01T01:00:00+0900")  # 2025-12-31 16:00 in UTC
+    assert list_runs(tmp_path)["suite"].tolist() == ["serving", "long_decode", "throughput"]
     assert runs["rows"].tolist() == ["1 ok", "1 ok"]
     assert runs["commit"].tolist() == ["aaaaaaaaaa+changes"] * 2
 
@@ -49,3 +52,17 @@ def test_the_newest_run_may_be_asked_for_one_with_good_rows_of_a_level(tmp_path:
         newest("serving", tmp_path)
     with pytest.raises(FileNotFoundError, match="no run"):
         list_runs(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("{", "not JSON"), ("[]", "not an object"), ("{}", "no device_name")]
+)
+def test_a_provenance_that_is_none_is_told_by_its_path(
+    tmp_path: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "run", "throughput", "2026-01-02T00:00:00+0000")
+    (folder / "provenance.json").write_text(text)
+    with pytest.raises(ValueError, match=f"run/provenance.json: {why}"):
+        list_runs(tmp_path)
+    assert report.main([str(folder)]) == 2
+    assert f"run/provenance.json: {why}" in capsys.readouterr().err
