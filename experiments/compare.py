@@ -52,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: the runs have no point in common{_apart(table)}", file=sys.stderr)
         return 2
     if arguments.csv is not None:
-        table.to_csv(arguments.csv, index=False)
+        try:
+            table.to_csv(arguments.csv, index=False)
+        except OSError as error:
+            print(f"error: --csv {arguments.csv}: {error}", file=sys.stderr)
+            return 2
     runs_a, runs_b = (
         [file.parent for file in find_records(run)] for run in (arguments.run_a, arguments.run_b)
     )

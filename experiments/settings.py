@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -28,6 +29,8 @@ class ModelChoice:
     config: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
+        if self.config is not None and not isinstance(self.config, Mapping):
+            raise ValueError(f"model.config must be a mapping of config.json's fields, got {self.config!r}")
         if self.path is None and self.config is None:
             raise ValueError(f"model {self.name!r} has neither a path nor a config")
         if self.load_format not in ("auto", "dummy"):
@@ -57,6 +60,10 @@ class Variant:
     prefill: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"attention.{self.name}.options must be a mapping, got {self.options!r}")
+
 
 @dataclass(frozen=True)
 class Size:
@@ -77,8 +84,16 @@ class Size:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"size.{name} must be an integer >= 1, got {value!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"the time-out of a point must be above 0 seconds, got {self.timeout_s!r}")
+        value = self.timeout_s
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= threading.TIMEOUT_MAX
+        ):
+            raise ValueError(
+                f"run.timeout_s (else size.timeout_s) must be a number of seconds above 0 and at most "
+                f"{threading.TIMEOUT_MAX:.2g}, got {value!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -158,34 +173,53 @@ def resolve(config: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     config = dict(config)
     if not config.get("bench"):
         raise ValueError(f"choose a suite: +suite=NAME, known: {', '.join(group_options('suite'))}")
+    for name in ("bench", "sizes"):
+        if not isinstance(config[name], Mapping):
+            raise ValueError(f"{name} must be a mapping of options, got {config[name]!r}")
     device = resolve_device(config["device"])
     choose_interpreter(device)
     on_gpu = device != "cpu"
-    if config["plugins"] and str(cwd) not in sys.path:
-        sys.path.insert(0, str(cwd))  # a console script has its own folder there
-    for plugin in config["plugins"]:
-        importlib.import_module(plugin)
+    _import_plugins(config["plugins"], cwd)
     size = _filled(config["size"], "size", "full" if on_gpu else "smoke")
-    run = dict(config["run"], root=str(cwd / Path(config["run"]["root"]).expanduser()))
+    run = dict(config["run"], root=str(_path("run.root", config["run"]["root"], cwd)))
     if run["folder"] is not None:
-        run["folder"] = str(cwd / Path(run["folder"]).expanduser())
+        run["folder"] = str(_path("run.folder", run["folder"], cwd))
     if run["timeout_s"] is not None:
         size["timeout_s"] = run["timeout_s"]
     sizes = config.pop("sizes")
     if size["name"] not in sizes:
         raise ValueError(f"the suite has no size {size['name']!r}; known: {', '.join(sizes)}")
     chosen = sizes[size["name"]]
+    if not isinstance(chosen, Mapping):
+        raise ValueError(f"sizes.{size['name']} must be a mapping of options, got {chosen!r}")
     bench = {name: chosen.get(name) if value is None else value for name, value in config["bench"].items()}
     if isinstance(config["seed"], bool) or not isinstance(config["seed"], int):
         raise ValueError(f"seed must be an integer, got {config['seed']!r}")
     return config | {
         "device": device,
         "model": _model(config["model"], cwd, on_gpu),
-        "attention": _variants(config["attention"] or chosen.get("attention"), device),
+        "attention": _variants(config.get("attention") or chosen.get("attention"), device),
         "size": size,
         "bench": bench,
         "run": run,
     }
+
+
+def _import_plugins(plugins: Any, cwd: Path) -> None:
+    names = plugins if isinstance(plugins, list | tuple) else None
+    if names is None or not all(isinstance(name, str) and name.strip(".") == name != "" for name in names):
+        raise ValueError(f"plugins must be a list of modules, plugins=[my_kernel], got {plugins!r}")
+    if names and str(cwd) not in sys.path:
+        sys.path.insert(0, str(cwd))  # a console script has its own folder there
+    for name in names:
+        importlib.import_module(name)
+
+
+def _path(name: str, value: Any, cwd: Path) -> Path:
+    """Where a relative path leads from cwd."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a path (in quotes, if it is a number), got {value!r}")
+    return cwd / Path(value).expanduser()
 
 
 def _filled(values: Mapping[str, Any], group: str, default: str) -> dict[str, Any]:
@@ -201,7 +235,7 @@ def _model(values: Mapping[str, Any], cwd: Path, on_gpu: bool) -> dict[str, Any]
     if path is None:
         model = _filled(values, "model", "qwen3_0_6b" if on_gpu else "tiny_qwen3")
         return model | {"load_format": model["load_format"] or "dummy"}
-    directory = cwd / Path(path).expanduser()
+    directory = _path("model.path", path, cwd)
     if directory.is_dir():
         path = str(directory.resolve())
     elif path.startswith((".", "/", "~")):
@@ -224,6 +258,10 @@ def _variants(attention: Mapping[str, Any] | Sequence[str] | None, device: str) 
         attention = {name: {} for name in attention or ["*"]}
     variants: dict[str, Any] = {}
     for name, entry in attention.items():
+        if entry is not None and not isinstance(entry, Mapping):
+            raise ValueError(
+                f"attention.{name} must be a mapping, {{decode: KERNEL}} at least, got {entry!r}"
+            )
         variant = {"decode": name, **(entry or {})}
         if variant["decode"] != "*":
             variants[name] = variant

@@ -19,6 +19,8 @@ def names() -> list[str]:
 
 def get(name: str) -> Suite:
     """The suite of that name, or of that module (with a dot in it); ValueError lists the known ones."""
+    if not isinstance(name, str):
+        raise ValueError(f"bench.suite must be a suite's name, got {name!r}; known: {', '.join(names())}")
     if "." in name:
         suite = importlib.import_module(name).SUITE
     elif name in names():

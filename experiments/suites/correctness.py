@@ -95,7 +95,9 @@ class CorrectnessOptions:
             ):
                 raise ValueError(f"bench.{name} must be a number >= 0, got {value!r}")
         if self.prompts is not None and (
-            isinstance(self.prompts, str) or not all(isinstance(text, str) and text for text in self.prompts)
+            not isinstance(self.prompts, list | tuple)
+            or not self.prompts
+            or not all(isinstance(text, str) and text for text in self.prompts)
         ):
             raise ValueError(f"bench.prompts must be a list of texts, got {self.prompts!r}")
 

@@ -50,15 +50,19 @@ def fraction(name: str, value: Any) -> float:
     return float(value)
 
 
+def rate(name: str, value: Any) -> float:
+    """A number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"bench.{name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
 def rates(name: str, value: Any) -> tuple[float, ...]:
     """One or several numbers above 0; repeats are dropped."""
     values = list(value) if isinstance(value, list | tuple) else [value]
-    for each in values:
-        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each < float("inf"):
-            raise ValueError(f"bench.{name} must be a number above 0, got {each!r}")
     if not values:
         raise ValueError(f"bench.{name} is empty")
-    return tuple(dict.fromkeys(float(each) for each in values))
+    return tuple(dict.fromkeys(rate(name, each) for each in values))
 
 
 def sampling(name: str, value: Any) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class PrefillKernelOptions:
         if self.kernels is not None:
             kernels = options.choices("kernels", self.kernels, tuple(prefill.names()))
             object.__setattr__(self, "kernels", kernels)
-        shapes = self.shapes if self.shapes and isinstance(self.shapes[0], list | tuple) else [self.shapes]
+        listed = isinstance(self.shapes, list | tuple) and self.shapes
+        shapes = self.shapes if listed and isinstance(self.shapes[0], list | tuple) else [self.shapes]
         for shape in shapes:
             if not isinstance(shape, list | tuple) or len(shape) != 3:
                 raise ValueError(

@@ -51,14 +51,14 @@ class ServingOptions:
         for name in ("num_requests", "burst_size", "max_num_seqs", "rounds"):
             options.positive(name, getattr(self, name))
         for name in ("ttft_target_ms", "tpot_target_ms"):
-            options.rates(name, getattr(self, name))
+            options.rate(name, getattr(self, name))
         for kind in ("input", "output"):
             names = (f"min_{kind}_len", f"max_{kind}_len")
             low, high = (options.positive(name, getattr(self, name)) for name in names)
             if low > high:
                 raise ValueError(f"bench.min_{kind}_len is {low}, above max_{kind}_len {high}")
-        if "trace" in self.arrivals and self.trace is None:
-            raise ValueError("bench.arrivals has trace, so bench.trace must name a file")
+        if "trace" in self.arrivals and not (isinstance(self.trace, str) and self.trace):
+            raise ValueError(f"bench.arrivals has trace, so bench.trace must name a file, got {self.trace!r}")
 
 
 class Serving(WorkloadSuite):

@@ -68,6 +68,8 @@ def test_equal_runs_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert "Caution" not in out
     assert "Not compared" not in out
     assert (tmp_path / "c.csv").read_text().count("\n") == 3
+    assert main([a, b, "--csv", str(tmp_path / "nowhere" / "c.csv")]) == 2
+    assert f"--csv {tmp_path / 'nowhere' / 'c.csv'}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,49 @@ def test_overrides_of_a_size_survive_its_choice() -> None:
         resolve(composed("+suite=decode_kernel", "run.timeout_s=5", "device=cpu"), Path.cwd())
     )
     assert settings.size.timeout_s == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("run.root=null", "run.root"),
+        ("run.root=[a]", "run.root"),
+        ("run.folder=20261130", "run.folder"),
+        ('run.folder=""', "run.folder"),
+        ("run.timeout_s=abc", "run.timeout_s"),
+        ("run.timeout_s=true", "run.timeout_s"),
+        ("run.timeout_s=inf", "run.timeout_s"),
+        ("size.timeout_s=[1]", "run.timeout_s"),
+        ("plugins=my_kernel", "plugins"),
+        ("plugins=null", "plugins"),
+        ("plugins=[1]", "plugins"),
+        ("plugins=[.near]", "plugins"),
+        ("model.path=5", "model.path"),
+        ('model.path=""', "model.path"),
+        ("model.config=5", "model.config"),
+        ("+attention.mine=5", "attention.mine"),
+        ("+attention.mine={decode: torch, options: 5}", "attention.mine.options"),
+        ("bench=5", "bench"),
+        ("bench.suite=null", "suite"),
+        ("sizes=null", "sizes"),
+        ("sizes.smoke=null", "sizes.smoke"),
+        ("+suite=prefill_kernel bench.shapes=5", "bench.shapes"),
+        ("+suite=correctness bench.prompts=5", "bench.prompts"),
+        ("+suite=correctness bench.prompts=[]", "bench.prompts"),
+        ("+suite=serving bench.arrivals=[trace] bench.trace=5", "bench.trace"),
+        ("+suite=serving bench.ttft_target_ms=[1,2]", "bench.ttft_target_ms"),
+        ("+suite=serving bench.tpot_target_ms=[1]", "bench.tpot_target_ms"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(override: str, named: str) -> None:
+    overrides = override.split() if override.startswith("+suite") else ["+suite=decode_kernel", override]
+    with pytest.raises(ValueError, match=named.replace(".", r"\.")):  # noqa: PT012
+        settings = Settings.parse(resolve(composed(*overrides, "device=cpu"), Path.cwd()))
+        suites.get(settings.suite).points(settings)
+
+
+def test_no_kernels_named_are_the_suites_own() -> None:
+    settings = Settings.parse(
+        resolve(composed("+suite=decode_kernel", "attention=[]", "device=cpu"), Path.cwd())
+    )
+    assert "torch" in [variant.name for variant in settings.variants]
