@@ -115,12 +115,30 @@ class EngineSetup:
         return [[rng.randrange(self.model_config.vocab_size) for _ in range(length)] for length in lengths]
 
 
+CHOSEN = {
+    "device": "device",
+    "dtype": "model.dtype",
+    "load_format": "model.load_format",
+    "seed": "seed",
+    "tensor_parallel_size": "bench.tensor_parallel",
+    "decode_attention": "attention",
+    "max_num_seqs": "the suite's batches (bench.max_num_seqs of serving)",
+    "max_model_len": "the suite's lengths",
+    "skip_tokenizer_init": "the suite",
+    "record_token_times": "the suite",
+}
+"""Arguments of LLM that are none of the engine group's, and what decides them."""
+
+
 def engine_options(settings: Settings) -> dict[str, Any]:
     """The engine group's values; ValueError for one that LLM does not take, listing those it does, or for its value."""
     from engine import LLM
     from engine.config import EngineConfig
 
-    known = set(inspect.signature(LLM.__init__).parameters) - {"self", "model"}
+    known = set(inspect.signature(LLM.__init__).parameters) - {"self", "model", *CHOSEN}
+    for name, instead in CHOSEN.items():
+        if name in settings.engine:
+            raise ValueError(f"engine.{name} cannot be set: {instead} decides it")
     unknown = sorted(set(settings.engine) - known)
     if unknown:
         raise ValueError(f"unknown option engine.{unknown[0]}; known: {', '.join(sorted(known))}")

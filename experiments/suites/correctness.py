@@ -143,8 +143,9 @@ class CorrectnessSuite(Suite):
     }
 
     def points(self, settings: Settings) -> list[Point]:
-        from experiments.backends.engine import EngineSetup
+        from experiments.backends.engine import EngineSetup, engine_options
 
+        engine_options(settings)  # refuses what LLM would, before anything runs
         bench: CorrectnessOptions = self.parse_options(settings)
         points = []
         for tp, variant in itertools.product(bench.tensor_parallel, settings.variants):

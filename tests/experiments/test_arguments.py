@@ -109,7 +109,7 @@ def run(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (("+suite=decode_kernel", "+bench.batch_size=1"), "batch_sizes"),
         (("+suite=decode_kernel", "bench.batch_sizes=[0]"), "bench.batch_sizes must be an integer >= 1"),
         (("+suite=decode_kernel", "bench.cache_states=[warm]"), "cold, hot"),
-        (("+suite=long_decode", "+engine.typo=1", "bench.levels=step"), "decode_attention"),
+        (("+suite=long_decode", "+engine.typo=1", "bench.levels=step"), "prefill_attention"),
         (("+suite=decode_kernel", "device=cuda:99"), "are visible"),
         (("+suite=decode_kernel", "device=99"), "are visible"),
         (("+suite=decode_kernel", "device=tpu"), "cuda:N"),

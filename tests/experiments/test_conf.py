@@ -165,3 +165,25 @@ def test_no_kernels_named_are_the_suites_own() -> None:
         resolve(composed("+suite=decode_kernel", "attention=[]", "device=cpu"), Path.cwd())
     )
     assert "torch" in [variant.name for variant in settings.variants]
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("tensor_parallel_size=2", "bench.tensor_parallel"),
+        ("max_num_seqs=4", "the suite's batches"),
+        ("max_model_len=64", "the suite's lengths"),
+        ("decode_attention=torch", "attention"),
+        ("dtype=float16", "model.dtype"),
+        ("record_token_times=true", "the suite"),
+    ],
+)
+@pytest.mark.parametrize("suite", ["throughput", "long_decode", "correctness"])
+def test_an_argument_of_the_engine_that_the_suites_choose_is_refused_and_not_ignored(
+    suite: str, option: str, instead: str
+) -> None:
+    settings = Settings.parse(
+        resolve(composed(f"+suite={suite}", f"+engine.{option}", "device=cpu"), Path.cwd())
+    )
+    with pytest.raises(ValueError, match=f"engine.{option.partition('=')[0]} .*{instead}"):
+        suites.get(suite).points(settings)
