@@ -38,8 +38,8 @@ def summarise(
     speed-up over the baseline with its interval, and `fastest` where a winner is shown.
 
     medians: further columns of which the table is to hold the median; intervals: those of them that get an interval as
-    well, NAME_low and NAME_high. A line whose rows have several statuses carries the worst. Lines that were not timed
-    have null times.
+    well, NAME_low and NAME_high. A line whose rows have several statuses carries the worst. Lines that were not timed,
+    or of which any row is incorrect, have null times.
     """
     keys = [key for key in keys if key in rows and rows[key].notna().any()]
     lines = []
@@ -66,10 +66,9 @@ def _cell(
 ) -> list[dict[str, Any]]:
     """The lines of one comparison."""
     variants = list(dict.fromkeys(group["variant"]))
-    timed = {
-        variant: group[(group["variant"] == variant) & (group["status"] == "ok") & group["time_us"].notna()]
-        for variant in variants
-    }
+    wrong = set(group.loc[group["status"] == "incorrect", "variant"])  # in one pass of an engine, say
+    right = group[(group["status"] == "ok") & ~group["variant"].isin(wrong) & group["time_us"].notna()]
+    timed = {variant: right[right["variant"] == variant] for variant in variants}
     samples = {name: frame.sort_values("round")["time_us"].tolist() for name, frame in timed.items()}
     samples = {name: times for name, times in samples.items() if times}
     baseline = BASELINE if BASELINE in samples else next(iter(samples), None)
@@ -92,6 +91,8 @@ def _cell(
                 }
             frame = timed[variant]
             line["gb_per_s"] = _median(frame["bytes"].astype(float) / frame["time_us"] / 1e3)
+        if variant in wrong:
+            of_variant = of_variant[of_variant["status"] == "incorrect"]
         known = [name for name in medians if name in of_variant and of_variant[name].notna().any()]
         line |= {name: _median(of_variant[name]) for name in known}
         for name in intervals:

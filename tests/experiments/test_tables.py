@@ -72,6 +72,18 @@ def test_failed_cells_stay_as_lines_without_times() -> None:
     assert to_markdown(text).count("\n") == 5
 
 
+def test_a_variant_that_was_wrong_in_one_pass_has_no_time_at_all() -> None:
+    """Correct before timed: what the other pass measured is a time of what gives wrong results."""
+    wrong = [*rows("b", [1.0, 1.0]), *rows("b", None, status="incorrect")]
+    for row in wrong:
+        row |= {"cache_state": "cold", "decode_tok_s": 5.0 if row["status"] == "ok" else None}
+    table = summarise(to_frame([*rows("a", NOISE), *wrong])).set_index("variant")
+    assert "decode_tok_s" not in table
+    assert table.loc["b", "status"] == "incorrect"
+    assert table.loc["b", ["time_us", "time_us_low"]].isna().all()
+    assert table.loc["a", "time_us"] == pytest.approx(1.0)
+
+
 def test_plots_leave_a_gap_where_a_point_failed() -> None:
     from matplotlib import pyplot as plt
 
