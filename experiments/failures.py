@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from experiments.columns import Status
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+
+
+_INSIDE = "in "
 
 
 class PointTimeout(BaseException):
@@ -46,6 +50,16 @@ class NotTimedError(VerdictError):
     status = "not_timed"
 
 
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """Whatever is raised meanwhile is described with the name of what it was raised in."""
+    try:
+        yield
+    except BaseException as exception:
+        exception.add_note(f"{_INSIDE}{name}")
+        raise
+
+
 def status_of(exception: BaseException) -> Status:
     """What a row says of a point that raised this."""
     if isinstance(exception, PointTimeout):
@@ -59,14 +73,15 @@ def status_of(exception: BaseException) -> Status:
 
 
 def describe(exception: BaseException, limit: int = 600) -> str:
-    """One line: the type, the message, and where in the code it arose."""
+    """One line: the type, the message, where in the code it arose, and inside what."""
     message = " ".join(str(exception).split())
     text = f"{type(exception).__name__}: {message}" if message else type(exception).__name__
     if isinstance(exception, PointTimeout | VerdictError):
         text = message
     elif frames := traceback.extract_tb(exception.__traceback__):
         text = f"{text[:limit]} ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})"
-    return text
+    notes = getattr(exception, "__notes__", ())
+    return text + "".join(f" ({note})" for note in notes if note.startswith(_INSIDE))
 
 
 def is_sticky(exception: BaseException) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from experiments.failures import describe, status_of
+from experiments.failures import describe, inside, status_of
 from experiments.input_guard import InputGuard
 from experiments.interpreter import is_interpreted
 from experiments.provenance import is_throttled
@@ -106,7 +106,8 @@ def measure(
     guard = InputGuard(inputs)
     rows, to_time, checked = [], {}, {}
     for candidate in problem.candidates():
-        verdict = _check(candidate, problem, inputs, expected, max_interpreted_size)
+        with inside(candidate.name):
+            verdict = _check(candidate, problem, inputs, expected, max_interpreted_size)
         written = guard.restore()
         if written and verdict["status"] in ("ok", "not_timed"):
             verdict |= {"status": "incorrect", "error": f"it wrote to its inputs: {', '.join(written)}"}
@@ -185,10 +186,10 @@ def _time(
     try:
         count = timing.num_input_sets(problem.input_bytes, context.device, cache_state)  # type: ignore[arg-type]
         input_sets = [inputs, *(problem.make_inputs(generator) for _ in range(count - 1))]
-        calls = {
-            name: [candidate.bind(input_set).call for input_set in input_sets]
-            for name, candidate in candidates.items()
-        }
+        calls = {}
+        for name, candidate in candidates.items():
+            with inside(name):
+                calls[name] = [candidate.bind(input_set).call for input_set in input_sets]
         timings = timing.time_interleaved(
             calls,
             device=context.device,
@@ -196,6 +197,7 @@ def _time(
             rounds=size.rounds,
             samples=size.samples,
             rng=random.Random(context.seed(point)),
+            inside=inside,
         )
     except Exception as exception:
         failure = {"status": status_of(exception), "error": describe(exception), "cache_state": cache_state}

@@ -20,6 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,6 +103,7 @@ def time_interleaved(
     agree: Callable[[int], int] = int,
     clock: Callable[[], float] = time.perf_counter,
     sweep: Call | None = None,
+    inside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, list[Timing]]:
     """Time each variant in each round, in random order: one Timing a variant and round, in round order.
 
@@ -109,6 +111,7 @@ def time_interleaved(
     samples: per variant and round. rng: the order; None for a fixed seed.
     agree: from how many calls a GPU's sample should hold to how many it does. Where calls wait for those of other
     processes, it has to give all of these one number, and all of them time the same variants with the same rng.
+    inside: entered with a variant's name while its callables run, to tell whose fault an exception is.
     clock, sweep: of the CPU path, seconds and what evicts the cache before a cold call; replaceable in tests.
     """
     _check_state(cache_state)
@@ -121,9 +124,10 @@ def time_interleaved(
     chosen = {name: calls[:1] if cache_state == "hot" else calls for name, calls in variants.items()}
     if device.type == "cuda":
         sweep_gpu = _gpu_sweep(device) if cache_state == "cold" else _nothing
-        samplers: dict[str, _Sampler] = {
-            name: _GpuSampler(calls, device, agree, sweep_gpu) for name, calls in chosen.items()
-        }
+        samplers: dict[str, _Sampler] = {}
+        for name, calls in chosen.items():
+            with inside(name):
+                samplers[name] = _GpuSampler(calls, device, agree, sweep_gpu)
     else:
         evict = _nothing if cache_state == "hot" else sweep or _cpu_sweep()
         samplers = {name: _CpuSampler(calls, clock, evict) for name, calls in chosen.items()}
@@ -132,7 +136,8 @@ def time_interleaved(
         order = list(variants)
         rng.shuffle(order)
         for name in order:
-            taken = samplers[name].take(samples)
+            with inside(name):
+                taken = samplers[name].take(samples)
             timings[name].append(Timing(taken, samplers[name].method, cache_state))
     return timings
 

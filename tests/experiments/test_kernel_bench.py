@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from experiments import suites
 from experiments.decode_bench import DecodeBench
+from experiments.execution import _alarm
+from experiments.failures import PointTimeout, describe
 from experiments.kernel_bench import measure, relative_error
 from experiments.roofline import Ceilings
 from experiments.settings import Settings, Variant, resolve
@@ -26,15 +29,23 @@ class Faulty(DecodeKernel):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.calls = 0
 
     def supports(self, problem: decode.DecodeProblem) -> str | None:
         return "heads are too many" if self.name == "unable" else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.name == "tiring" and self.calls > 2:
+            raise RuntimeError("illegal something")
+        if self.name == "hanging" and self.calls > 1:
+            time.sleep(600)
         if self.name == "crashing":
             raise RuntimeError("illegal something")
         if self.name == "greedy_for_memory":
             raise torch.OutOfMemoryError("CUDA out of memory")
+        if "out" not in kwargs:  # a probe
+            return args[0]
         out: torch.Tensor = kwargs["out"]
         if self.name == "lazy":
             return out
@@ -47,7 +58,7 @@ class Faulty(DecodeKernel):
         return out
 
 
-FAULTS = ("unable", "crashing", "greedy_for_memory", "lazy", "wrong", "careless")
+FAULTS = ("unable", "tiring", "hanging", "crashing", "greedy_for_memory", "lazy", "wrong", "careless")
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +86,7 @@ def measured(
 
 
 def test_every_fault_is_a_row_without_a_time_and_the_others_are_timed(tmp_path: Any) -> None:
-    names = [*FAULTS, "torch", "single_pass"]
+    names = [*(name for name in FAULTS if name not in ("tiring", "hanging")), "torch", "single_pass"]
     rows = measured([Variant(name, name) for name in names], tmp_path)
     status = {row["variant"]: row["status"] for row in rows}
     on_cpu = {"single_pass": "not_timed"} if not torch.cuda.is_available() else {}
@@ -104,6 +115,16 @@ def test_every_fault_is_a_row_without_a_time_and_the_others_are_timed(tmp_path: 
         assert row["timing_method"] == "perf_counter"
         assert row["floor_us"] == pytest.approx(max(row["bytes"], row["flops"]) / 1e9 * 1e6)
         assert row["roofline_fraction"] == pytest.approx(row["floor_us"] / row["time_us"])
+
+
+def test_what_fails_or_hangs_beside_others_is_named(tmp_path: Any) -> None:
+    """The point's other kernels lose their times with it, but not their names."""
+    rows = measured([Variant("tiring", "tiring"), Variant("torch", "torch")], tmp_path)
+    assert {(row["status"], row["cache_state"]) for row in rows} == {("error", "cold"), ("error", "hot")}
+    assert all("illegal something" in row["error"] and "(in tiring)" in row["error"] for row in rows)
+    with pytest.raises(PointTimeout) as raised, _alarm(0.5):
+        measured([Variant("torch", "torch"), Variant("hanging", "hanging")], tmp_path)
+    assert describe(raised.value) == "took longer than 0.5 s (in hanging)"
 
 
 def test_a_kernel_that_writes_to_its_inputs_is_incorrect_and_the_next_one_reads_them_whole(
