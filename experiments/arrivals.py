@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def read_trace(path: Path, speed: float = 1.0, limit: int | None = None) -> list
     Raises ValueError, naming the line, for what is no arrival.
     """
     found: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -65,6 +66,12 @@ def read_trace(path: Path, speed: float = 1.0, limit: int | None = None) -> list
         Arrival((float(entry["arrival_s"]) - start) / speed, entry["input_len"], entry["output_len"])
         for entry in found[:limit]
     ]
+
+
+def digest(trace: Sequence[Arrival]) -> str:
+    """16 hex digits that name a trace by what it holds."""
+    text = json.dumps([astuple(arrival) for arrival in trace])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def with_lengths(

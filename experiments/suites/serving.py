@@ -95,6 +95,7 @@ class Serving(WorkloadSuite):
                 trace = arrivals.read_trace(path, limit=options.num_requests)
                 case |= {
                     "trace": str(path),
+                    "trace_digest": arrivals.digest(trace),
                     "num_requests": len(trace),
                     "context_len": max(arrival.input_len for arrival in trace),
                     "output_len": max(arrival.output_len for arrival in trace),

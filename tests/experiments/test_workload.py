@@ -16,14 +16,16 @@ from omegaconf import OmegaConf
 import experiments
 from engine import LLM
 from engine.execution.model_runner import ModelRunner
-from experiments import arrivals, checked_engine, session, workload
+from experiments import arrivals, checked_engine, session, suites, workload
 from experiments.arguments import CONF
 from experiments.backends.greedy import check_greedy
-from experiments.suites import options
+from experiments.settings import Settings, resolve
+from experiments.suites import Point, options
 from experiments.suites.serving import num_good
 from experiments.suites.throughput import SUITE as THROUGHPUT
 from experiments.workload import Request, Served, WorkloadRun, columns, serve
 from experiments.workload_suite import WARM_TOKENS, Phase, warm_up
+from tests.experiments.test_conf import composed
 
 CONFIG: Any = OmegaConf.to_container(
     OmegaConf.load(Path(__file__).resolve().parents[2] / "conf/model/tiny_qwen3.yaml")
@@ -187,6 +189,23 @@ def test_traces_are_read_from_a_file_and_told_what_is_wrong(tmp_path: Path) -> N
     path.write_text("\n")
     with pytest.raises(ValueError, match="no requests"):
         arrivals.read_trace(path)
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 1"):
+        arrivals.read_trace(path)
+
+
+def test_a_trace_of_other_requests_is_another_point(tmp_path: Path) -> None:
+    """Or a continued run would hold rows of two traces as one point's."""
+    trace = tmp_path / "trace.jsonl"
+    overrides = ["+suite=serving", "bench.arrivals=[trace]", "bench.request_rates=[1]", "device=cpu"]
+
+    def point(arrival_s: float) -> Point:
+        entries = [{"arrival_s": at, "input_len": 5, "output_len": 2} for at in (0.0, arrival_s)]
+        trace.write_text("\n".join(map(json.dumps, entries)))
+        settings = Settings.parse(resolve(composed(*overrides, f"bench.trace={trace}"), Path.cwd()))
+        return suites.get("serving").points(settings)[0]
+
+    assert point(1.0).id == point(1.0).id != point(2.0).id
 
 
 def test_workload_cost_counts_steps_contexts_and_products() -> None:
