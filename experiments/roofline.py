@@ -82,6 +82,14 @@ def decode_step_cost(
     return (
         costs.embedding(rows, config.hidden_size, dtype)
         + layer * config.num_layers
-        + costs.linear(rows, config.hidden_size, -(-config.vocab_size // tp), dtype)
-        + costs.greedy(rows, config.vocab_size, dtype)
+        + head_cost(config, rows, tp=tp, dtype=dtype)
+    )
+
+
+def head_cost(config: ModelConfig, rows: int, *, tp: int, dtype: torch.dtype) -> Cost:
+    """One rank's share of what only rows that give a token need: their logits, and the largest of them."""
+    from kernels import costs
+
+    return costs.linear(rows, config.hidden_size, -(-config.vocab_size // tp), dtype) + costs.greedy(
+        rows, config.vocab_size, dtype
     )

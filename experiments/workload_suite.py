@@ -197,25 +197,29 @@ def warm_up(phases: Sequence[Phase], device_type: str) -> list[list[Request]]:
 
 
 def workload_cost(config: ModelConfig, run: WorkloadRun, tp: int, dtype: Any) -> Any:
-    """What a workload cannot do without: weights read in every step it took, each decoded token's context, and one
-    multiplication of every computed token by the weights; one rank's share."""
-    from experiments.roofline import decode_step_cost
+    """What a workload cannot do without: weights read in every step it took, each decoded token's context, one
+    multiplication of every computed token by the layers' weights, and of every output token's row by the head's; one
+    rank's share."""
+    from experiments.roofline import decode_step_cost, head_cost
     from kernels import costs
     from kernels.costs import Cost
 
     heads = config.heads_per_rank(tp)
     one = decode_step_cost(config, [1], tp=tp, dtype=dtype, block_size=1)
-    computed = contexts = pairs = 0
+    head = head_cost(config, 1, tp=tp, dtype=dtype)
+    computed = contexts = pairs = outputs = 0
     for served in run.served:
         prompt, cached, output = served.num_prompt_tokens, served.num_cached_tokens, served.num_output_tokens
         decoded = max(output - 1, 0)
         computed += prompt - cached + decoded
         read = decoded * prompt + decoded * (decoded + 1) // 2
         contexts += read
+        outputs += output
         pairs += read + (prompt * (prompt + 1) - cached * (cached + 1)) // 2
     kv = config.num_layers * costs.kv_bytes(contexts, heads.num_kv_heads, config.head_dim, dtype)
-    attention = 4 * config.num_layers * heads.num_q_heads * config.head_dim * pairs
-    return Cost(one.bytes * run.num_steps + kv, one.flops * computed + attention)
+    pair = 4 * config.num_layers * heads.num_q_heads * config.head_dim  # `one` has a token's pair with itself
+    products = (one.flops - head.flops - pair) * computed + head.flops * outputs
+    return Cost(one.bytes * run.num_steps + kv, products + pair * pairs)
 
 
 def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:

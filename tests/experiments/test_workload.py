@@ -222,8 +222,11 @@ def test_workload_cost_counts_steps_contexts_and_products() -> None:
     kv = config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
     assert cost.bytes == 3 * one.bytes + kv * (11 + 12)
     pairs = (11 + 12) + sum(range(5, 11))  # decoded tokens, and prompt tokens 5 to 10 after 4 from the cache
-    attention = 4 * config.num_layers * config.num_q_heads * config.head_dim * pairs
-    assert cost.flops == one.flops * (6 + 2) + attention
+    pair = 4 * config.num_layers * config.num_q_heads * config.head_dim
+    head = (
+        2 * config.hidden_size + 1
+    ) * config.vocab_size  # of 3 tokens that came out, not of 6 of the prompt
+    assert cost.flops == (one.flops - head - pair) * (6 + 2) + head * 3 + pair * pairs
 
 
 def test_percentiles_of_nothing_are_null() -> None:
