@@ -73,7 +73,7 @@ def _model(value: str, cwd: Path) -> str:
 
 
 def _attention(value: str) -> list[str]:
-    if value.startswith("[") and value.endswith("]"):
+    if value.startswith("[") and value.endswith("]") and "]" not in value[:-1]:
         names = [name.strip() for name in value[1:-1].split(",") if name.strip()]
     elif any(c in value for c in ",()*"):  # a sweep: Hydra's to parse
         return [f"attention={value}"]

@@ -33,6 +33,7 @@ def test_attention_may_name_kernels_without_a_yaml() -> None:
     assert prepare("attention=[split_kv,mine]") == ["attention=[split_kv]", "+attention.mine={decode: mine}"]
     assert prepare("attention=mine") == ["attention=[]", "+attention.mine={decode: mine}"]
     assert prepare("attention=split_kv,torch") == ["attention=split_kv,torch"]
+    assert prepare("attention=[split_kv],[torch]") == ["attention=[split_kv],[torch]"]
 
 
 def test_kernels_keep_the_order_in_which_they_are_named() -> None:
