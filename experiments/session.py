@@ -25,6 +25,10 @@ def run(composed: Mapping[str, Any], cwd: Path, overrides: Sequence[str], root: 
     """
     config = resolve(composed, cwd)
     if root is not None:
+        if config["run"]["folder"] is not None:
+            raise ValueError(
+                f"run.folder {config['run']['folder']} is one run's; those of a sweep have theirs below run.root"
+            )
         config["run"]["root"] = str(root)
     settings = Settings.parse(config)
     # Not before here: resolve has told Triton whether to interpret.

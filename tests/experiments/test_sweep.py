@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import experiments
-from experiments import differences
+from experiments import differences, session
 from experiments.provenance import git_state
 from experiments.records import RECORDS, read_rows
 from tests.engine.leftovers import wait_until_gone
-from tests.experiments.fake_run import ROOT, command, only_folder, run
+from tests.experiments.fake_run import ROOT, command, composed, only_folder, run
 
 # What says when a row was made, not what it says.
 VOLATILE = ["run_id"]
@@ -207,6 +207,14 @@ def test_two_sweeps_started_together_never_share_a_folder(tmp_path: Path) -> Non
         rows = read_rows(folder / RECORDS)
         assert len(rows) == 6
         assert {row["run_id"] for row in rows} == {folder.name}
+
+
+def test_runs_of_a_multirun_cannot_share_one_folder(tmp_path: Path) -> None:
+    """The first took it, the second was refused, and the sweep's table held neither."""
+    config = composed(["ok"], root=tmp_path, folder=str(tmp_path / "one"))
+    with pytest.raises(ValueError, match=r"run\.folder .*run\.root"):
+        session.run(config, ROOT, [], tmp_path / "multirun" / "0000")
+    assert not (tmp_path / "one").exists()
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
