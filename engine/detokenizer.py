@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 _REPLACEMENT = "\ufffd"
+_MAX_HALF = 3
+"""Bytes, and so tokens, of a character that is not all there, at most."""
 _MAX_PENDING = 16
 """A character is at most 4 bytes, so at most 4 tokens: after this many the bytes are simply not valid text."""
 
@@ -14,10 +16,11 @@ _MAX_PENDING = 16
 class IncrementalDetokenizer:
     """Text of one request's output, token by token.
 
-    Tokens are decoded in a small window that starts a few tokens back, since how a token reads can depend on what
-    stands before it. A character whose bytes are not all there yet decodes to U+FFFD at the very end, and is held back
-    until the rest arrives. So is the longest end of the text that a stop string starts with. text is what may be shown;
-    once a stop string is complete, `stopped` is True and text ends before it.
+    Tokens are decoded in a small window that starts a few tokens back, at one that has text, since how a token reads
+    can depend on what stands before it. A character whose bytes are not all there yet decodes to U+FFFD at the very
+    end, once or once for each byte, and is held back until the rest arrives. So is the longest end of the text that a
+    stop string starts with. text is what may be shown; once a stop string is complete, `stopped` is True and text ends
+    before it.
 
     decode: ids to text, special tokens left out.
     """
@@ -48,7 +51,7 @@ class IncrementalDetokenizer:
             self._window_start, self._window_read = self._window_read, len(self._token_ids)
             self._show(self._settled, searched)
         else:
-            self._show(self._settled + fresh.removesuffix(_REPLACEMENT), len(self._settled))
+            self._show(self._settled + _without_half(fresh, pending), len(self._settled))
 
     def finish(self) -> None:
         """No more tokens: release what was held back for a stop string that never came. Half characters stay out."""
@@ -56,7 +59,8 @@ class IncrementalDetokenizer:
             return
         known = self._decode(self._token_ids[self._window_start : self._window_read])
         window = self._decode(self._token_ids[self._window_start :])
-        self.text = self._settled + window[len(known) :].removesuffix(_REPLACEMENT)
+        pending = len(self._token_ids) - self._window_read
+        self.text = self._settled + _without_half(window[len(known) :], pending)
 
     def _show(self, text: str, searched: int) -> None:
         """Set text to what may be shown of `text`, of which no stop string ends before character `searched`."""
@@ -68,6 +72,16 @@ class IncrementalDetokenizer:
             return
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self.text = text[: len(text) - held]
+
+
+def _without_half(text: str, num_tokens: int) -> str:
+    """text of so many tokens without the half character that it may end with.
+
+    Where its bytes follow others, byte fallback reads those as U+FFFD too; in more tokens it stands behind what is no
+    text, of which some is kept.
+    """
+    whole = text.rstrip(_REPLACEMENT)
+    return whole if num_tokens <= _MAX_HALF else text[: max(len(whole), len(text) - _MAX_HALF)]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -77,6 +77,42 @@ def test_a_character_cut_by_the_end_stays_out():
     assert detokenizer.text == "ab"
 
 
+def fallback_decode(token_ids) -> str:
+    """One byte a token, as SentencePiece's byte fallback reads a run of them: U+FFFD for each unless all are text."""
+    data = bytes(token_ids)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(data)
+
+
+@pytest.mark.parametrize("text", ["héllo", "日本語", "a😀b"])
+def test_half_characters_of_byte_fallback_are_never_shown(text):
+    detokenizer = IncrementalDetokenizer(fallback_decode)
+    for byte in text.encode():
+        detokenizer.append(byte)
+        assert "\ufffd" not in detokenizer.text
+    assert detokenizer.text == text
+
+
+def test_a_character_of_byte_fallback_cut_by_the_end_stays_out():
+    detokenizer = IncrementalDetokenizer(fallback_decode)
+    for byte in "ab😀".encode()[:-1]:
+        detokenizer.append(byte)
+    detokenizer.finish()
+    assert detokenizer.text == "ab"
+
+
+@pytest.mark.parametrize("decode", [byte_decode, fallback_decode])
+def test_bytes_that_are_no_text_are_shown_meanwhile(decode):
+    detokenizer, shown = IncrementalDetokenizer(decode), [""]
+    for byte in b"ab" + b"\xff" * 12:
+        detokenizer.append(byte)
+        assert detokenizer.text.startswith(shown[-1])
+        shown.append(detokenizer.text)
+    assert shown[-1].startswith("ab" + "\ufffd" * 9)
+
+
 def test_bytes_that_are_no_text_do_not_pile_up():
     calls = []
 
