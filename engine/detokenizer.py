@@ -32,6 +32,8 @@ class IncrementalDetokenizer:
         self._window_start = 0
         self._window_read = 0
         """Tokens up to here are wholly in self._settled."""
+        self._num_half = 0
+        """Newest tokens since the text last ended in a whole character."""
         self._settled = ""
         self.text = ""
         self.stopped = False
@@ -45,13 +47,16 @@ class IncrementalDetokenizer:
         window = self._decode(self._token_ids[self._window_start :])
         fresh = window[len(known) :]
         pending = len(self._token_ids) - self._window_read
-        if not fresh.endswith(_REPLACEMENT) or pending > _MAX_PENDING:
+        self._num_half = self._num_half + 1 if fresh.endswith(_REPLACEMENT) else 0
+        if not fresh and pending > _MAX_PENDING:
+            del self._token_ids[self._window_read :]  # special tokens: they have no text of their own
+        elif fresh and (not fresh.endswith(_REPLACEMENT) or pending > _MAX_PENDING):
             searched = len(self._settled)
             self._settled += fresh
             self._window_start, self._window_read = self._window_read, len(self._token_ids)
             self._show(self._settled, searched)
         else:
-            self._show(self._settled + _without_half(fresh, pending), len(self._settled))
+            self._show(self._settled + _without_half(fresh, self._num_half), len(self._settled))
 
     def finish(self) -> None:
         """No more tokens: release what was held back for a stop string that never came. Half characters stay out."""
@@ -59,8 +64,7 @@ class IncrementalDetokenizer:
             return
         known = self._decode(self._token_ids[self._window_start : self._window_read])
         window = self._decode(self._token_ids[self._window_start :])
-        pending = len(self._token_ids) - self._window_read
-        self.text = self._settled + _without_half(window[len(known) :], pending)
+        self.text = self._settled + _without_half(window[len(known) :], self._num_half)
 
     def _show(self, text: str, searched: int) -> None:
         """Set text to what may be shown of `text`, of which no stop string ends before character `searched`."""
@@ -75,7 +79,7 @@ class IncrementalDetokenizer:
 
 
 def _without_half(text: str, num_tokens: int) -> str:
-    """text of so many tokens without the half character that it may end with.
+    """text without the half character that it may end with, as it has done for so many tokens.
 
     Where its bytes follow others, byte fallback reads those as U+FFFD too; in more tokens it stands behind what is no
     text, of which some is kept.

@@ -103,6 +103,33 @@ def test_a_character_of_byte_fallback_cut_by_the_end_stays_out():
     assert detokenizer.text == "ab"
 
 
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_the_space_after_tokens_without_text_stays(count):
+    """SentencePiece strips the first space of what it decodes, so a window must not start at a special token."""
+    calls = []
+
+    def decode(token_ids):
+        calls.append(len(token_ids))
+        return "".join(["", " Hello", " world"][token] for token in token_ids).removeprefix(" ")
+
+    detokenizer = IncrementalDetokenizer(decode)
+    for token in [0] * count + [1] + [0] * count + [2, 0]:
+        detokenizer.append(token)
+    assert detokenizer.text == "Hello world"
+    assert max(calls) <= 40
+
+
+def test_half_characters_after_tokens_without_text_are_never_shown():
+    def decode(token_ids):
+        return fallback_decode(token for token in token_ids if token < 256)
+
+    detokenizer = IncrementalDetokenizer(decode)
+    for token in [256, 256, *"é日".encode(), 256, 256, 256, *"😀日".encode()]:
+        detokenizer.append(token)
+        assert "\ufffd" not in detokenizer.text
+    assert detokenizer.text == "é日😀日"
+
+
 @pytest.mark.parametrize("decode", [byte_decode, fallback_decode])
 def test_bytes_that_are_no_text_are_shown_meanwhile(decode):
     detokenizer, shown = IncrementalDetokenizer(decode), [""]
