@@ -224,11 +224,14 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("stream needs a tokenizer; the engine was made with skip_tokenizer_init=True")
-        return self._stream(self.engine.add_request(prompt, sampling_params))
+        stream = self._stream(self.engine.add_request(prompt, sampling_params))
+        next(stream)  # into its try block, so that a stream that is never read aborts its request too
+        return stream
 
     def _stream(self, request_id: str) -> Iterator[str]:
         shown, finished = 0, False
         try:
+            yield ""  # to stream()
             while not finished:
                 text, others = "", []
                 for output in self.engine.step():

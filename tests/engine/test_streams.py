@@ -46,6 +46,15 @@ def test_a_stream_left_early_keeps_the_end_of_another(llm):
     assert not llm.engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("leave", ["close", "forget"])
+def test_a_stream_that_is_never_read_leaves_no_request(llm, leave):
+    stream = llm.stream("one", params(12))
+    if leave == "close":
+        stream.close()
+    del stream
+    assert not llm.engine.has_unfinished_requests()
+
+
 def test_generate_between_the_pieces_of_a_stream(llm):
     stream = llm.stream("one", params(12))
     pieces = [next(stream)]
