@@ -39,7 +39,8 @@ class PendingTokens(Protocol):
 class Executor(Protocol):
     """What runs steps, in the order they are launched; launch returns as soon as the work is under way.
 
-    An executor that can be lost (processes that may die) has an attribute `failure`: None, or why it runs nothing more.
+    An executor that can be lost (processes that may die) or closed has an attribute `failure`: None, or why it runs
+    nothing more.
     """
 
     def launch(self, step: StepInput) -> PendingTokens: ...
@@ -112,6 +113,11 @@ class EngineCore:
         failure: BaseException | None = getattr(self.executor, "failure", None)
         return failure
 
+    def refuse_after_failure(self) -> None:
+        """Raise RuntimeError if nothing can run any more."""
+        if self.failure is not None:
+            raise RuntimeError(f"the engine has ended and takes no more requests: {self.failure}")
+
     # --- requests -------------------------------------------------------------------------------------------
 
     def add_request(
@@ -125,8 +131,7 @@ class EngineCore:
         Raises ValueError, naming the field and the limit, for what can never run; every other request is untouched.
         Raises RuntimeError once the engine has failed.
         """
-        if self.failure is not None:
-            raise RuntimeError(f"the engine has ended and takes no more requests: {self.failure}")
+        self.refuse_after_failure()
         params = SamplingParams() if params is None else params
         arrival = self._num_arrivals
         if request_id is None:
@@ -258,7 +263,7 @@ class EngineCore:
             # Out of memory, Ctrl-C, ...: what was under way is lost, so whoever steps on starts from what is known.
             self._in_flight = None
             self.scheduler.restart_running()
-            self._end_all_if_failed()
+            self.end_all_if_failed()
             raise
         if not self.scheduler.has_requests:
             self._in_flight = None  # at most rows of requests that have ended
@@ -268,9 +273,11 @@ class EngineCore:
         self._count(launched, wait_s, collect_s, duration_s=self.clock() - start)
         return changed
 
-    def _end_all_if_failed(self) -> None:
+    def end_all_if_failed(self) -> None:
+        """If the executor is lost or closed, end every request with finish_reason "error": the next step() says so."""
         if self.failure is None:
             return
+        self._in_flight = None
         for tracked in list(self._tracked.values()):
             tracked.request.finish_reason, tracked.request.error = "error", str(self.failure)
             self._finish(tracked)

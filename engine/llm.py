@@ -146,6 +146,7 @@ class LLM:
     @property
     def model(self) -> Decoder:
         """The network, for hooks and inspection; RuntimeError where ranks of their own hold its parts."""
+        self.engine.refuse_after_failure()
         return self.runner.model
 
     @property
@@ -310,10 +311,10 @@ class LLM:
             self.runner.stop_trace(path)
 
     def close(self) -> None:
-        """Drop weights and KV. The engine cannot be used afterwards; calling it again does nothing."""
-        if hasattr(self, "runner"):
-            self.runner.close()
-            del self.runner, self.engine
+        """Drop weights and KV, and end what is unfinished with "error". Only stats() and the tokenizer can be used
+        afterwards, everything else is a RuntimeError; calling it again does nothing."""
+        self.runner.close()
+        self.engine.end_all_if_failed()
 
     def __enter__(self) -> LLM:
         return self

@@ -42,7 +42,7 @@ from kernels.tuned_tables import device_name
 
 
 class ModelRunner:
-    """Executes steps on one device, in the order they are launched."""
+    """Executes steps on one device, in the order they are launched. failure: None, or that it is closed."""
 
     def __init__(
         self, config: EngineConfig, source: ModelSource, *, device: torch.device, group: ParallelGroup
@@ -97,6 +97,7 @@ class ModelRunner:
             config.max_num_seqs, max_blocks, source.config.vocab_size, device, num_ranks=group.size
         )
         self.graphs: StepGraphs | None = None
+        self.failure: RuntimeError | None = None
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -154,7 +155,10 @@ class ModelRunner:
         self._trace.stop(trace_path(path, self.group.rank, self.group.size))
 
     def close(self) -> None:
-        """Drop weights, KV and memory shared with other ranks."""
+        """Drop weights, KV and memory shared with other ranks. Calling it again does nothing."""
+        if self.failure is not None:
+            return
+        self.failure = RuntimeError("the engine is closed")
         self.graphs = None
         self.group = replace(self.group, small_all_reduce=None)
         del self.model, self.kv_cache, self.state
@@ -412,6 +416,8 @@ class ModelRunner:
         The prompt runs as prefill chunks, every later token as a decode step, with this engine's own kernels, and its
         graphs where it can have them and eager is False. Uses slot 0: no request may be running.
         """
+        if self.failure is not None:
+            raise self.failure
         budget, graphs = self.config.max_num_batched_tokens, None if eager else self.graphs
         self.state.apply(
             StepInput(

@@ -295,3 +295,38 @@ def test_close_can_be_called_twice(tiny):
     llm = LLM(str(tiny), device="cpu", skip_tokenizer_init=True, num_kv_blocks=4)
     llm.close()
     llm.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate([[1, 2]], use_tqdm=False),
+        lambda llm: llm.engine.add_request([1, 2]),
+        lambda llm: llm.forced_logits([1, 2], [3]),
+        lambda llm: llm.model,
+    ],
+)
+def test_a_closed_engine_says_so(tiny, call):
+    llm = LLM(str(tiny), device="cpu", skip_tokenizer_init=True, num_kv_blocks=4)
+    llm.close()
+    assert llm.stats()["num_kv_blocks"] == 4
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        call(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_under_way_end_with_their_engine(tiny, overlap):
+    llm = LLM(str(tiny), device="cpu", skip_tokenizer_init=True, num_kv_blocks=4, overlap_scheduling=overlap)
+    request_id = llm.engine.add_request([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+    for _ in range(2):
+        llm.engine.step()
+    llm.close()
+    assert not llm.engine.has_unfinished_requests()
+    (ended,) = llm.engine.step()
+    assert (ended.request_id, ended.finish_reason, ended.error) == (
+        request_id,
+        "error",
+        "the engine is closed",
+    )
+    assert len(ended.token_ids) == (1 if overlap else 2)
+    assert llm.engine.step() == []
