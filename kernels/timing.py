@@ -243,7 +243,7 @@ def _cpu_sweep() -> Call:
     """Reads and writes a buffer larger than the CPU's cache."""
     low, high = SWEEP_BOUNDS
     size = min(max(COLD_FACTOR * cache_bytes(torch.device("cpu")), low), high)
-    buffer = torch.zeros(size // 4, dtype=torch.float32)
+    buffer = torch.zeros(size // 4, dtype=torch.float32, device="cpu")
     return lambda: buffer.add_(1.0)
 
 

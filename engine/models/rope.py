@@ -120,7 +120,7 @@ class RopeConfig:
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """[head_dim / 2] fp32 on the CPU: radians a position, from the fastest pair of dimensions to the slowest."""
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         inv_freq = 1.0 / (self.rope_theta**exponents)
         if self.rope_type == "linear":
             return inv_freq / self._given("factor")
@@ -176,7 +176,9 @@ class RopeConfig:
         low, high = max(low, 0), min(high, head_dim - 1)
         if low == high:
             high += 0.001
-        ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(
+            0, 1
+        )
         keep = 1 - ramp
         period = self.rope_theta**exponents
         return (1.0 / (factor * period)) * (1 - keep) + (1.0 / period) * keep

@@ -42,7 +42,7 @@ class FlashInferDecode(DecodeKernel):
 
         lens = context_lens.cpu()
         blocks = (lens + problem.block_size - 1) // problem.block_size
-        starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
+        starts = torch.zeros(len(lens) + 1, dtype=torch.int32, device="cpu")
         starts[1:] = blocks.cumsum(0)
         used = (
             torch.arange(block_table.shape[1], device=block_table.device)

@@ -80,6 +80,6 @@ class SdpaDecode(DecodeKernel):
 
 
 def _check_contiguous(block_table: Tensor, context_lens: Tensor, length: int) -> None:
-    in_order = torch.arange(block_table.numel(), dtype=torch.int32).view_as(block_table)
+    in_order = torch.arange(block_table.numel(), dtype=torch.int32, device="cpu").view_as(block_table)
     if not bool((context_lens == length).all()) or not torch.equal(block_table, in_order):
         raise ValueError(f"block_table and context_lens are not {length} contiguous tokens a row")

@@ -232,6 +232,29 @@ def test_a_seeded_request_is_the_same_alone_and_in_company(tiny_llm):
     assert outputs[-1].token_ids == alone.token_ids
 
 
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}
+
+
+@pytest.mark.parametrize("rope", [{}, YARN], ids=["default", "yarn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torchs_default_device_and_dtype_are_not_the_engines(rope, dtype):
+    """torch.set_default_device("cuda") is common in notebooks; "meta" shows on a CPU what follows it."""
+
+    def generate():
+        with LLM(QWEN3 | rope, load_format="dummy", device="cpu", num_kv_blocks=8, dtype=dtype) as llm:
+            outputs = llm.generate([[5, 6, 7]], [SamplingParams(seed=1, max_tokens=6, logprobs=1)], False)
+            return outputs[0].token_ids, outputs[0].logprobs, llm.forced_logits([5, 6], [7, 8]).tolist()
+
+    expected = generate()
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert generate() == expected
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_mapping_with_dummy_weights_runs_and_repeats():
     def ids(seed):
         with LLM(QWEN3, load_format="dummy", device="cpu", num_kv_blocks=16, seed=seed) as llm:
