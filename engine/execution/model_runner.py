@@ -20,6 +20,7 @@ from engine.execution.cuda_graphs import CAPTURE_COST, StepGraphs
 from engine.execution.decode_plan import MOST_RAGGED, ContextBucket, DecodePlan, DecodePlanner
 from engine.execution.device_clock import DeviceClock
 from engine.execution.graph_sizes import GraphSizes, decode_sizes, launch_rows
+from engine.execution.inference import in_own_dtype
 from engine.execution.input_batch import AttentionShape, ChunkRows, join_rows
 from engine.execution.kernel_choice import choose_kernels
 from engine.execution.loader import load_model
@@ -177,7 +178,7 @@ class ModelRunner:
         own = own and self.kernels.use_triton and not self.kernels.persistent_layers
         return self.device.type == "cuda" and own and can_compile_ahead()
 
-    @torch.inference_mode()
+    @in_own_dtype
     def _rehearse(self) -> None:
         rehearse(self)
 
@@ -335,7 +336,7 @@ class ModelRunner:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @in_own_dtype
     def launch(self, step: StepInput) -> PendingTokens:
         """Start a step; its result holds the next token of each decode slot, then of each chunk that samples."""
         span = self._clock.start()
@@ -407,7 +408,7 @@ class ModelRunner:
         """forced_logits, in a form that another process can take."""
         return self.forced_logits(*arguments, **options).cpu().numpy()
 
-    @torch.inference_mode()
+    @in_own_dtype
     def forced_logits(
         self, token_ids: Sequence[int], num_prompt_tokens: int, block_table: Sequence[int], *, eager: bool
     ) -> torch.Tensor:

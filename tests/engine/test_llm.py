@@ -255,6 +255,20 @@ def test_torchs_default_device_and_dtype_are_not_the_engines(rope, dtype):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_autocast_around_a_call_changes_nothing(tiny, use_triton):
+    options = {"device": "cpu", "skip_tokenizer_init": True, "num_kv_blocks": 8, "use_triton": use_triton}
+    with LLM(str(tiny), **options) as llm:
+
+        def generate():
+            outputs = llm.generate([[5, 6, 7]], SamplingParams(seed=1, max_tokens=2, logprobs=1), False)
+            return outputs[0].token_ids, outputs[0].logprobs, llm.forced_logits([5, 6], [7, 8]).tolist()
+
+        expected = generate()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert generate() == expected
+
+
 def test_a_mapping_with_dummy_weights_runs_and_repeats():
     def ids(seed):
         with LLM(QWEN3, load_format="dummy", device="cpu", num_kv_blocks=16, seed=seed) as llm:
