@@ -142,3 +142,17 @@ def check_inputs(
         )
     if out.stride(-1) != 1 and out.numel():
         raise ValueError(f"out's last dimension must be contiguous, got strides {tuple(out.stride())}")
+
+
+def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """q and a scale above 0 that give the same scores; None: head_dim ** -0.5.
+
+    Kernels need it, torch's own among them: they search for the largest score before they scale it, and what the mask
+    hides is -inf by then. Other scales are rare, so q is changed here: in a kernel it would then reach the tensor cores
+    through registers, which makes each of its products wait for its steps, a fifth of the whole.
+    """
+    if scale is None:
+        return q, q.shape[-1] ** -0.5
+    if not scale <= 0:  # NaN too
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)

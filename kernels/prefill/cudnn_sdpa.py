@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.paged_cache import rows_in_order
 from kernels.prefill.contiguous import ContiguousPrefill
-from kernels.prefill.contract import PrefillProblem
+from kernels.prefill.contract import PrefillProblem, positive_scale
 
 
 class CudnnSdpaPrefill(ContiguousPrefill):
@@ -73,6 +73,7 @@ class CudnnSdpaPrefill(ContiguousPrefill):
         )
         if not len(q):
             return torch.empty_like(q) if out is None else out
+        q, scale = positive_scale(q, scale)
         queries = q.unflatten(0, (batch, length)).transpose(1, 2)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             attended = F.scaled_dot_product_attention(

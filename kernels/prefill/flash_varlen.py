@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.paged_cache import rows_in_order
 from kernels.prefill.contiguous import ContiguousPrefill
-from kernels.prefill.contract import PrefillProblem
+from kernels.prefill.contract import PrefillProblem, positive_scale
 
 # The operation below torch.nn.attention.varlen. That function takes grouped heads and used lengths in newer versions
 # only, and the newest may choose cuDNN behind it; this is flash, and its arguments here are the same since torch 2.5.
@@ -66,8 +66,9 @@ class FlashVarlenPrefill(ContiguousPrefill):
             return torch.empty_like(q) if out is None else out
         if row_starts is None:
             row_starts = _row_starts(batch, row_blocks * k_cache.shape[1], q.device)
+        queries, scale = positive_scale(q, scale)
         attended: Tensor = _flash(
-            q,
+            queries,
             keys,
             values,
             query_start_loc.contiguous(),

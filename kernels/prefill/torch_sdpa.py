@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.prefill.contract import PrefillKernel, check_inputs
+from kernels.prefill.contract import PrefillKernel, check_inputs, positive_scale
 
 # Queries of a chunk that follow cached keys need an explicit mask; this many at a time bound its size
 # and skip most of the keys that none of them sees.
@@ -40,6 +40,7 @@ class TorchPrefill(PrefillKernel):
             raise TypeError(f"torch takes no option {sorted(options)}")
         check_inputs(q, k_cache, v_cache, block_table, context_lens, query_start_loc, max_query_len, out)
         out = torch.empty_like(q) if out is None else out
+        q, scale = positive_scale(q, scale)
         block_size = k_cache.shape[1]
         starts = query_start_loc.tolist()
         for row, context_len in enumerate(context_lens.tolist()):
@@ -53,7 +54,7 @@ class TorchPrefill(PrefillKernel):
         return out
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of the last q.shape[1] positions over all of k: [heads, tokens, head_dim], causal."""
     num_queries, context_len = q.shape[1], k.shape[1]
     if num_queries == context_len:
@@ -71,7 +72,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None, is_causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     return functional.scaled_dot_product_attention(
         q[None], k[None], v[None], attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True

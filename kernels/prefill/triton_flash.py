@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.prefill.contract import PrefillKernel, PrefillProblem, check_inputs
+from kernels.prefill.contract import PrefillKernel, PrefillProblem, check_inputs, positive_scale
 from kernels.triton_support import (
     INTERPRETING,
     cdiv,
@@ -122,7 +122,7 @@ class TritonPrefill(PrefillKernel):
         out = torch.empty_like(q) if out is None else out
         if block_table.shape[0] == 0 or max_query_len == 0:
             return out
-        q, scale = positive_scale(q, q.shape[2] ** -0.5 if scale is None else scale)
+        q, scale = positive_scale(q, scale)
         tensors = (q, k_cache, v_cache, out, block_table, context_lens, query_start_loc)
         self._launch(*tensors, max_query_len, scale, tile)
         return out
@@ -175,17 +175,6 @@ class TritonPrefill(PrefillKernel):
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
             )
-
-
-def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores with a scale above 0, as the kernels need it: the largest is scaled after the search for it.
-
-    Other scales are rare, so q is changed here: in a kernel it would then reach the tensor cores through registers,
-    which makes each of its products wait for its steps, a fifth of the whole.
-    """
-    if not scale <= 0:  # NaN too
-        return q, scale
-    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
 
 @triton.jit

@@ -187,6 +187,7 @@ class Flash:
         assert int(starts_k[-1]) <= len(k)
         self.max_q.append(max_q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        assert scale > 0  # the largest score is scaled after the search for it
         out = torch.full_like(q, float("nan"))
         group = q.shape[1] // k.shape[1]
         for row, used in enumerate(seqused_k.tolist()):
@@ -230,9 +231,10 @@ def test_flash_sees_every_row_at_its_length(
     out = case.untouched_out()
     assert flash(*case.args, out=out, **plan) is out  # padding stays as it was
     torch.testing.assert_close(out.double(), case.expected(), atol=3e-6, rtol=3e-6)
-    own = flash(*case.args, scale=0.3, **plan)
-    used = len(own) - PADDING_TOKENS
-    torch.testing.assert_close(own[:used].double(), case.expected(0.3)[:used], atol=3e-6, rtol=3e-6)
+    for scale in (0.3, 0.0, -0.2):
+        own = flash(*case.args, scale=scale, **plan)
+        used = len(own) - PADDING_TOKENS
+        torch.testing.assert_close(own[:used].double(), case.expected(scale)[:used], atol=3e-6, rtol=3e-6)
     assert torch.equal(
         flash.plan(problem_of(case))["row_starts"], torch.arange(6).int() * -(-70 // block_size) * block_size
     )
@@ -284,7 +286,10 @@ def test_cudnn_sees_whole_prompts(length: int, heads: tuple[int, int], asked: li
     torch.testing.assert_close(out.double(), case.expected(), atol=3e-6, rtol=3e-6)
     own = cudnn(*case.args, scale=0.3, **cudnn.plan(problem))
     torch.testing.assert_close(own.double(), case.expected(0.3), atol=3e-6, rtol=3e-6)
-    assert asked == [SDPBackend.CUDNN_ATTENTION] * 2
+    for scale in (0.0, -0.2):
+        own = cudnn(*case.args, scale=scale, **cudnn.plan(problem))
+        torch.testing.assert_close(own.double(), case.expected(scale), atol=3e-6, rtol=3e-6)
+    assert asked == [SDPBackend.CUDNN_ATTENTION] * 4
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 from kernels import prefill
 from kernels.prefill import triton_flash, warp_specialized
-from kernels.prefill.triton_flash import LOG2_E, PrefillTile, TritonPrefill, choose_tile, positive_scale
+from kernels.prefill.contract import positive_scale
+from kernels.prefill.triton_flash import LOG2_E, PrefillTile, TritonPrefill, choose_tile
 from kernels.triton_support import gluon_unavailable
 from tests.kernels.prefill_case import PrefillCase, make_case
 
