@@ -76,7 +76,7 @@ def _launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping
             v,
             k_cache,
             v_cache,
-            slot_mapping,
+            slot_mapping.contiguous(),
             *k.stride(),
             *v.stride(),
             *k_cache.stride(),

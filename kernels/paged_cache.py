@@ -70,6 +70,11 @@ def check_paged_inputs(
             raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}")
 
 
+def rows_and_lengths(block_table: Tensor, context_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as kernels read them that know a table's row stride alone: a copy only where other strides ask for it."""
+    return block_table if block_table.stride(1) == 1 else block_table.contiguous(), context_lens.contiguous()
+
+
 def rows_in_order(name: str, cache: Tensor, num_rows: int, row_blocks: int) -> Tensor:
     """A pool whose blocks lie as tokens do, for kernels that know no paging: a view, nothing is gathered.
 

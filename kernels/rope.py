@@ -64,7 +64,7 @@ def _launch(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         _rope_kernel[(tokens, cdiv(num_heads, heads))](
             q,
             k,
-            positions,
+            positions.contiguous(),
             cos_sin,
             *q.stride(),
             *k.stride(),

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs, problem_of
 from kernels.decode.online_softmax import LOG2_E
 from kernels.decode.planner import head_rows, head_tiles, padded_dim
+from kernels.paged_cache import rows_and_lengths
 from kernels.triton_support import dot_dtype, on_device, triton_unavailable
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -81,7 +82,8 @@ class TritonDecodeKernel(DecodeKernel):
         if q.shape[0] == 0:
             return out
         scale_log2 = (q.shape[2] ** -0.5 if scale is None else scale) * LOG2_E
-        call = Call(q, k_cache, v_cache, block_table, context_lens, out, workspace, scale_log2, problem)
+        tables = rows_and_lengths(block_table, context_lens)
+        call = Call(q, k_cache, v_cache, *tables, out, workspace, scale_log2, problem)
         with on_device(q):
             self.launch(call, **options)
         return out

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.paged_cache import rows_and_lengths
 from kernels.prefill.contract import PrefillKernel, PrefillProblem, check_inputs, positive_scale
 from kernels.triton_support import (
     INTERPRETING,
@@ -123,7 +124,8 @@ class TritonPrefill(PrefillKernel):
         if block_table.shape[0] == 0 or max_query_len == 0:
             return out
         q, scale = positive_scale(q, scale)
-        tensors = (q, k_cache, v_cache, out, block_table, context_lens, query_start_loc)
+        tables = rows_and_lengths(block_table, context_lens)
+        tensors = (q, k_cache, v_cache, out, *tables, query_start_loc.contiguous())
         self._launch(*tensors, max_query_len, scale, tile)
         return out
 

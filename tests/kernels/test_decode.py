@@ -61,6 +61,22 @@ def test_ragged_contexts(name: str, block_size: int, strided: bool, device: torc
 
 
 @pytest.mark.parametrize("name", KERNELS)
+def test_strides_of_tables_and_lengths(name: str, device: torch.device) -> None:
+    case = make_case([40, 1, 0, 17], device=device)
+    columns = torch.stack([case.context_lens + 1, case.context_lens], 1)
+    check(name, dataclasses.replace(case, context_lens=columns[:, 1]))
+    check(name, dataclasses.replace(case, block_table=case.block_table.T.contiguous().T))
+    check(
+        name,
+        dataclasses.replace(
+            case, block_table=torch.stack([case.block_table * 0, case.block_table], 2)[..., 1]
+        ),
+    )
+    equal = make_case([20, 20, 20], device=device)
+    check(name, dataclasses.replace(equal, context_lens=equal.context_lens[:1].expand(3)))
+
+
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("heads", GROUPS)
 def test_groups(name: str, heads: tuple[int, int], device: torch.device) -> None:
     check(name, make_case([70, 5], heads=heads, head_dim=32, device=device))

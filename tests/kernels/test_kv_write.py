@@ -61,6 +61,16 @@ def test_wide_tokens(use_triton, device):
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
+def test_strided_slots(use_triton, device):
+    k, v = tokens(3, 2, 64, torch.float32, device)
+    slots = torch.tensor([[5, 1], [-1, 2], [7, 3]], device=device)[:, 0]
+    k_cache, v_cache = written(k, v, 2, 4, slots, use_triton=use_triton)
+    assert torch.equal(k_cache[[5, 7]], k[[0, 2]])
+    assert torch.equal(v_cache[[5, 7]], v[[0, 2]])
+    assert k_cache[[0, 1, 2, 3, 4, 6]].isnan().all()
+
+
+@pytest.mark.parametrize("use_triton", [False, True])
 def test_padding_alone_and_no_tokens(use_triton, device):
     k, v = tokens(3, 2, 64, torch.float32, device)
     for count in (3, 0):

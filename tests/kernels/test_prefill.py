@@ -40,6 +40,15 @@ def test_whole_prompts_chunks_prefix_hits_and_empty_chunks(name, block_size):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("field", ["block_table", "context_lens", "query_start_loc"])
+def test_strides_of_tables_and_lengths(name, field):
+    case = make_case([19, 1, 3], [19, 50, 20])
+    tensor = getattr(case, field)
+    check(name, dataclasses.replace(case, **{field: torch.stack([tensor * 0, tensor], -1)[..., 1]}))
+    check(name, dataclasses.replace(case, **{field: tensor.T.contiguous().T if tensor.dim() > 1 else tensor}))
+
+
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_dims(name, head_dim):
     check(name, make_case([9, 2], [9, 37], head_dim=head_dim))

@@ -69,6 +69,17 @@ def test_equals_norm_then_rope_then_write(dtype, heads, norm, device):
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
+def test_strides(use_triton, device):
+    case = inputs(4, 4, 2, 64, torch.float32, device)
+    expected = separate(case)
+    for name in ("positions", "slots"):
+        case[name] = torch.stack([case[name], case[name].flip(0)], 1)[:, 0]
+    case["weights"] = [torch.stack([weight, -weight], 1)[:, 0] for weight in case["weights"]]
+    for actual, wanted in zip(fused(case, use_triton=use_triton), expected):
+        torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("use_triton", [False, True])
 def test_padding_writes_nothing_and_no_tokens(use_triton, device):
     case = inputs(4, 4, 2, 64, torch.float32, device, block_size=3)
     case["slots"].fill_(-1)

@@ -62,13 +62,19 @@ def test_rotates_pairs_and_nothing_else(use_triton, dtype, num_q_heads, num_kv_h
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
-def test_strided_last_dimension_and_no_tokens(use_triton, device):
+def test_strides_and_no_tokens(use_triton, device):
     cos_sin, positions = table(50, 32).to(device), positions_for(4, 50).to(device)
     _, q, k = (t.to(device) for t in packed(4, 4, 2, 32))
     q_strided = torch.empty(4, 4, 64, device=device)[:, :, ::2].copy_(q)
     k_strided = torch.empty(4, 2, 64, device=device)[:, :, ::2].copy_(k)
     apply_rope(q, k, positions, cos_sin, use_triton=False)
-    apply_rope(q_strided, k_strided, positions, cos_sin, use_triton=use_triton)
+    apply_rope(
+        q_strided,
+        k_strided,
+        torch.stack([positions, positions.flip(0)], 1)[:, 0],
+        cos_sin,
+        use_triton=use_triton,
+    )
     torch.testing.assert_close(q_strided, q, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(k_strided, k, atol=1e-6, rtol=1e-6)
     apply_rope(q[:0], k[:0], positions[:0], cos_sin, use_triton=use_triton)
