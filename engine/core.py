@@ -55,6 +55,7 @@ class _Launched:
     launch_s: float
     num_waiting: int
     num_free_kv_blocks: int
+    num_preempted: int
     after_rest: bool
     """No request was there for a while before it."""
 
@@ -105,6 +106,8 @@ class EngineCore:
         """Outputs of requests that ended between steps, for the next step to report."""
         self._in_flight: _Launched | None = None
         self._num_arrivals = 0
+        self._num_preempted = 0
+        """By schedules since the last launch: one may preempt and find nothing to launch."""
         self._rested = False
 
     @property
@@ -262,7 +265,7 @@ class EngineCore:
         except BaseException:
             # Out of memory, Ctrl-C, ...: what was under way is lost, so whoever steps on starts from what is known.
             self._in_flight = None
-            self.scheduler.restart_running()
+            self.totals.num_preemptions += self.scheduler.restart_running()
             self.end_all_if_failed()
             raise
         if not self.scheduler.has_requests:
@@ -286,6 +289,8 @@ class EngineCore:
     def _launch(self) -> _Launched | None:
         start = self.clock()
         schedule = self.scheduler.schedule()
+        self.totals.num_preemptions += len(schedule.preempted)
+        self._num_preempted += len(schedule.preempted)
         if not schedule.requests:
             return None
         for request in schedule.admitted:
@@ -294,12 +299,14 @@ class EngineCore:
                 tracked.first_scheduled_time = start
         pending = self.executor.launch(build_step(schedule))
         after_rest, self._rested = self._rested, False
+        num_preempted, self._num_preempted = self._num_preempted, 0
         return _Launched(
             schedule,
             pending,
             launch_s=self.clock() - start,
             num_waiting=len(self.scheduler.waiting),
             num_free_kv_blocks=self.block_manager.num_free_blocks,
+            num_preempted=num_preempted,
             after_rest=after_rest,
         )
 
@@ -368,7 +375,7 @@ class EngineCore:
             num_prefill_tokens=sum(s.end - s.start for s in schedule.prefills),
             num_decode_tokens=len(schedule.decodes),
             num_requests=len(schedule.requests),
-            num_preempted=len(schedule.preempted),
+            num_preempted=launched.num_preempted,
             duration_s=duration_s,
             num_admitted=len(schedule.admitted),
             num_cached_tokens=schedule.num_cached_tokens,
@@ -383,7 +390,6 @@ class EngineCore:
         totals.num_steps += 1
         totals.num_prefill_tokens += step.num_prefill_tokens
         totals.num_decode_tokens += step.num_decode_tokens
-        totals.num_preemptions += step.num_preempted
         totals.num_hit_tokens += step.num_cached_tokens
         totals.host_s += step.host_s
         totals.wait_s += step.wait_s

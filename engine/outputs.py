@@ -94,6 +94,7 @@ class StepStats:
     """What one engine step did, and where its time went.
 
     num_cached_tokens: found in the prefix cache by the num_admitted requests that entered in this step.
+    num_preempted: since the step before was launched.
     num_waiting, num_free_kv_blocks: left when the step was launched. duration_s: of the call that collected it:
     without overlap that is the whole step, with overlap launching the next one is in it instead of launching this one.
     host_s: choosing, launching and collecting this step; wait_s: waiting for its result, with the host idle.

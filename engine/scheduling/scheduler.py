@@ -100,12 +100,17 @@ class Scheduler:
         else:
             self.waiting.pop(request, None)
 
-    def restart_running(self) -> None:
-        """Forget the steps under way: every running request goes back to waiting, and no token is pending."""
+    def restart_running(self) -> int:
+        """Forget the steps under way: every running request goes back to waiting, and no token is pending.
+
+        Returns how many have been preempted by that.
+        """
+        restarted = Schedule()
         for request in reversed(list(self.running)):
-            self._preempt(request, Schedule())
+            self._preempt(request, restarted)
         for request in self.waiting:
             request.num_pending_tokens = 0
+        return len(restarted.preempted)
 
     def schedule(self) -> Schedule:
         """Choose the next step's work, give it its blocks, and count its tokens as computed: the step must be run.

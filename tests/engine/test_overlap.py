@@ -36,6 +36,28 @@ def test_a_request_preempted_with_its_token_under_way_is_not_readmitted_in_that_
     assert [outputs[i].token_ids for i in ids] == [expected] * 2
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("max_num_seqs", [2, 5])
+@pytest.mark.parametrize("num_kv_blocks", [6, 8])
+def test_every_preemption_is_counted(overlap, max_num_seqs, num_kv_blocks):
+    """Also one that leaves nothing to launch until the step under way is collected."""
+    core = make_engine(
+        overlap=overlap,
+        num_kv_blocks=num_kv_blocks,
+        block_size=5,
+        max_num_batched_tokens=8,
+        max_num_seqs=max_num_seqs,
+    )
+    ids = [core.add_request(range(n, 2 * n), greedy(12)) for n in (1, 2, 5, 17, 1, 3, 2)]
+    outputs, by_step = {}, 0
+    while core.has_unfinished_requests():
+        before = core.totals.num_steps
+        outputs |= {output.request_id: output for output in core.step()}
+        by_step += core.last_step.num_preempted if core.totals.num_steps > before else 0
+    preempted = sum(outputs[request_id].num_preemptions for request_id in ids)
+    assert core.stats()["num_preemptions"] == by_step == preempted > 0
+
+
 class FailingExecutor(PagedHashExecutor):
     """Fails in its nth launch, or when that launch's result is asked for: out of memory, Ctrl-C, a lost worker."""
 
@@ -89,6 +111,7 @@ def test_a_step_that_fails_is_done_again(when, nth, overlap, num_kv_blocks):
     for request_id, prompt, p in zip(ids, prompts, params):
         assert outputs[request_id].token_ids == alone(prompt, p, block_size=4).token_ids
     assert core.block_manager.num_free_blocks == num_kv_blocks
+    assert core.stats()["num_preemptions"] == sum(output.num_preemptions for output in outputs.values())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
