@@ -179,6 +179,10 @@ class SharedPrefixDecode(TritonDecodeKernel):
             prefix_splits = 0
         elif prefix_splits is None:
             prefix_splits = _prefix_splits(problem, prefix_len, shape)
+        elif prefix_splits < 1:
+            raise ValueError(f"prefix_splits is {prefix_splits}, the least is 1 (prefix_len is {prefix_len})")
+        if num_splits < 1:
+            raise ValueError(f"num_splits is {num_splits}, the least is 1")
         num_slots = prefix_splits + num_splits
         if num_slots == 1:
             attend_splits(call, None, None, shape, 1)

@@ -192,6 +192,8 @@ class SplitKVDecode(TritonDecodeKernel):
             num_splits = max(1, -(-problem.max_context_len // split_size))
         elif num_splits is None:
             num_splits = plan_splits(problem, shape)
+        if num_splits < 1:
+            raise ValueError(f"num_splits is {num_splits}, the least is 1")
         # With split_size always the same two programs: another might round differently.
         if num_splits == 1 and not split_size:
             attend_splits(call, None, None, shape, 1, scales=scales)

@@ -158,6 +158,26 @@ def test_poisoned_workspace_of_a_larger_problem(name: str, device: torch.device)
     assert worst_error(case.out, expected(case)) < 1e-5
 
 
+@pytest.mark.parametrize("splits", [0, -1])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("split_kv", {}),
+        ("split_kv_fused", {}),
+        ("split_kv_tma", {}),
+        ("fixed_split", {}),
+        ("shared_prefix", {}),
+        ("shared_prefix", {"prefix_len": 32, "num_splits": 1}),
+    ],
+)
+def test_no_splits_are_refused_by_name(name: str, options: dict, splits: int, device: torch.device) -> None:
+    """They would leave the output as it was, without a word."""
+    field = "prefix_splits" if options else "num_splits"
+    case = make_case([40, 48], device=device)
+    with pytest.raises(ValueError, match=f"{field} is {splits}"):
+        decode.get(name)(*case.inputs, out=case.out, **(options | {field: splits}))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_unknown_option(name: str, device: torch.device) -> None:
     with pytest.raises(TypeError, match="num_slits"):
