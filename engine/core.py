@@ -179,9 +179,9 @@ class EngineCore:
         return request_id
 
     def _new_request_id(self) -> str:
-        """The next "request-N" that no live request has: users may have chosen such a name themselves."""
-        number = self._num_arrivals
-        while f"request-{number}" in self._tracked:
+        """The next "request-N" that neither a live request nor an unreported end has: users may choose such names."""
+        number, ended = self._num_arrivals, {output.request_id for output in self._ended}
+        while f"request-{number}" in self._tracked or f"request-{number}" in ended:
             number += 1
         return f"request-{number}"
 

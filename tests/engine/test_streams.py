@@ -62,6 +62,16 @@ def test_generate_between_the_pieces_of_a_stream(llm):
     assert "".join(pieces + list(stream)) == text_of(llm, "one", 12)
 
 
+def test_an_end_not_yet_reported_is_not_taken_for_ones_own(llm):
+    """Its id was chosen by a user, in the form that the engine chooses."""
+    chosen = f"request-{llm.engine._num_arrivals + 2}"
+    llm.engine.add_request("abc", params(1), chosen)
+    expected = text_of(llm, "two", 8)
+    assert text_of(llm, "two", 8) == expected
+    assert "".join(llm.stream("two", params(8))) == expected
+    assert [output.request_id for output in llm.engine.step()] == [chosen]
+
+
 def test_a_stream_whose_request_is_aborted_ends(llm):
     before = {f"request-{llm.engine._num_arrivals}"}
     stream = llm.stream("one", params(100))
