@@ -220,8 +220,9 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one request as it grows; the pieces join to RequestOutput.text.
 
-        Leaving the iterator early aborts the request. Other queued requests move on meanwhile; the end of one that
-        ends meanwhile is reported by a later engine.step().
+        Leaving the iterator early aborts the request; a request that ends with finish_reason "error" raises
+        RuntimeError. Other queued requests move on meanwhile; the end of one that ends meanwhile is reported by a later
+        engine.step().
         """
         if self.tokenizer is None:
             raise ValueError("stream needs a tokenizer; the engine was made with skip_tokenizer_init=True")
@@ -230,14 +231,14 @@ class LLM:
         return stream
 
     def _stream(self, request_id: str) -> Iterator[str]:
-        shown, finished = 0, False
+        shown, finished, error = 0, False, None
         try:
             yield ""  # to stream()
             while not finished:
                 text, others = "", []
                 for output in self.engine.step():
                     if output.request_id == request_id:
-                        text, finished = output.text, output.finished
+                        text, finished, error = output.text, output.finished, output.error
                     elif output.finished:
                         others.append(output)
                 # Before the yield: whoever steps the engine meanwhile must find the ends of the others.
@@ -245,6 +246,8 @@ class LLM:
                 if len(text) > shown:
                     yield text[shown:]
                     shown = len(text)
+            if error is not None:
+                raise RuntimeError(f"request {request_id} ended with an error: {error}")
         finally:
             self.engine.abort(request_id, report=False)
 

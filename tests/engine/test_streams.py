@@ -20,6 +20,13 @@ def llm(tmp_path_factory):
         yield llm
 
 
+class ByteTokenizer:
+    """Every token is a letter."""
+
+    def decode(self, token_ids):
+        return "x" * len(token_ids)
+
+
 def params(max_tokens: int, **options) -> SamplingParams:
     return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | options))
 
@@ -80,3 +87,27 @@ def test_a_stream_whose_request_is_aborted_ends(llm):
     pieces += stream
     assert text_of(llm, "one", 100).startswith("".join(pieces))
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_stream_whose_request_fails_raises(llm):
+    """Without its finish_reason, a text that was cut off would look like a whole one."""
+    stream = llm.stream("one", params(12))
+    pieces = [next(stream)]
+    llm.runner.kv_cache.fill_(float("nan"))
+    try:
+        with pytest.raises(RuntimeError, match="ended with an error: the model's logits held NaN"):
+            pieces += stream
+    finally:
+        llm.runner.kv_cache.zero_()
+        llm.reset_prefix_cache()
+    assert text_of(llm, "one", 12).startswith("".join(pieces))
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_stream_outlives_its_engine_with_an_error():
+    with LLM(QWEN3, load_format="dummy", device="cpu", num_kv_blocks=4) as llm:
+        llm.engine.tokenizer = ByteTokenizer()
+        stream = llm.stream([1, 2], params(40))
+        next(stream)
+    with pytest.raises(RuntimeError, match="ended with an error: the engine is closed"):
+        list(stream)
