@@ -65,6 +65,9 @@ class Variant:
             raise ValueError(f"attention.{self.name}.options must be a mapping, got {self.options!r}")
 
 
+MAX_THREADS = 1024
+
+
 @dataclass(frozen=True)
 class Size:
     """How much is measured: rounds over the variants, samples in each, and the seconds a point may take.
@@ -84,6 +87,10 @@ class Size:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"size.{name} must be an integer >= 1, got {value!r}")
+        if (
+            self.threads is not None and self.threads > MAX_THREADS
+        ):  # torch ends the process where it can have no more
+            raise ValueError(f"size.threads must be at most {MAX_THREADS}, got {self.threads}")
         value = self.timeout_s
         if (
             isinstance(value, bool)
@@ -116,6 +123,8 @@ class RunOptions:
             raise ValueError(f"run.isolate must be true, false or auto, got {self.isolate!r}")
         if self.resume and self.folder is None:
             raise ValueError("run.resume=true needs run.folder=FOLDER, the run to continue")
+        if self.retry_failed and not self.resume:
+            raise ValueError("run.retry_failed=true needs run.resume=true: a new run has no failed points")
 
 
 @dataclass(frozen=True)

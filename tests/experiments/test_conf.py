@@ -132,6 +132,8 @@ def test_overrides_of_a_size_survive_its_choice() -> None:
         ("run.timeout_s=true", "run.timeout_s"),
         ("run.timeout_s=inf", "run.timeout_s"),
         ("size.timeout_s=[1]", "run.timeout_s"),
+        ("size.threads=1000000", "size.threads"),
+        ("run.retry_failed=true", "run.retry_failed"),
         ("plugins=my_kernel", "plugins"),
         ("plugins=null", "plugins"),
         ("plugins=[1]", "plugins"),
