@@ -15,6 +15,7 @@ import torch
 
 __all__ = [
     "INTERPRETING",
+    "MAX_GRID_ROWS",
     "cdiv",
     "dot_dtype",
     "gl",
@@ -27,6 +28,10 @@ __all__ = [
     "triton",
     "triton_unavailable",
 ]
+
+
+MAX_GRID_ROWS = 65_535
+"""Programs that CUDA allows in a grid's second and third dimension."""
 
 
 class _MissingTriton:

@@ -13,7 +13,7 @@ from kernels.decode.contract import DecodeKernel, DecodeProblem, check_inputs, p
 from kernels.decode.online_softmax import LOG2_E
 from kernels.decode.planner import head_rows, head_tiles, padded_dim
 from kernels.paged_cache import rows_and_lengths
-from kernels.triton_support import dot_dtype, on_device, triton_unavailable
+from kernels.triton_support import MAX_GRID_ROWS, dot_dtype, on_device, triton_unavailable
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -58,6 +58,8 @@ class TritonDecodeKernel(DecodeKernel):
             return f"dtype is {problem.dtype}, supported: {', '.join(map(str, SUPPORTED_DTYPES))}"
         if problem.head_dim > MAX_HEAD_DIM:
             return f"head_dim is {problem.head_dim}, the most is {MAX_HEAD_DIM}"
+        if problem.batch_size > MAX_GRID_ROWS:
+            return f"batch_size is {problem.batch_size}, the most is {MAX_GRID_ROWS}"
         return None
 
     def __call__(

@@ -17,6 +17,7 @@ from kernels.paged_cache import rows_and_lengths
 from kernels.prefill.contract import PrefillKernel, PrefillProblem, check_inputs, positive_scale
 from kernels.triton_support import (
     INTERPRETING,
+    MAX_GRID_ROWS,
     cdiv,
     dot_dtype,
     next_power_of_2,
@@ -92,6 +93,8 @@ class TritonPrefill(PrefillKernel):
         group = problem.num_q_heads // problem.num_kv_heads
         if group > MAX_GROUP:
             return f"{group} query heads per KV head are above {MAX_GROUP}"
+        if problem.batch_size > MAX_GRID_ROWS:
+            return f"batch_size {problem.batch_size} is above {MAX_GRID_ROWS}"
         return None
 
     def plan(self, problem: PrefillProblem) -> dict[str, Any]:

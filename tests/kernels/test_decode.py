@@ -296,6 +296,9 @@ def test_triton_kernels_say_what_they_do_not_take(device: torch.device) -> None:
     for name in ("single_pass", "split_kv"):
         assert "head_dim is 512" in str(decode.get(name).supports(wide))
         assert "torch.float64" in str(decode.get(name).supports(double))
+        assert "batch_size is 65536" in str(
+            decode.get(name).supports(dataclasses.replace(wide, head_dim=64, batch_size=2**16))
+        )
         assert decode.get(name).supports(DecodeProblem(1, 4, 2, 64, 16, 100, torch.float16, device)) is None
         with pytest.raises(ValueError, match=f"{name}: dtype is torch.float64"):
             decode.get(name)(*make_case([5], dtype=torch.float64, device=device).inputs)

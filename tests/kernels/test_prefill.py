@@ -166,6 +166,7 @@ def test_triton_supports():
     assert set(kernel.plan(problem)) == {"tile"}
     assert "head_dim 512" in kernel.supports(dataclasses.replace(problem, head_dim=512))
     assert "float64" in kernel.supports(dataclasses.replace(problem, dtype=torch.float64))
+    assert "batch_size 65536" in kernel.supports(dataclasses.replace(problem, batch_size=2**16))
     assert "160 query heads" in kernel.supports(dataclasses.replace(problem, num_q_heads=160, num_kv_heads=1))
     with pytest.raises(ValueError, match="num_q_heads 15 is not a multiple of num_kv_heads 8"):
         dataclasses.replace(problem, num_q_heads=15)
