@@ -21,12 +21,16 @@ class Arrival:
     output_len: int
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
+        if not _is_number(self.arrival_s) or not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
             raise ValueError(f"arrival_s must be a number of seconds >= 0, got {self.arrival_s!r}")
         for name in ("input_len", "output_len"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def poisson_times(count: int, rate: float, rng: random.Random) -> list[float]:
@@ -54,7 +58,7 @@ def read_trace(path: Path, speed: float = 1.0, limit: int | None = None) -> list
             continue
         try:
             entry = json.loads(line)
-            Arrival(float(entry["arrival_s"]), entry["input_len"], entry["output_len"])
+            Arrival(entry["arrival_s"], entry["input_len"], entry["output_len"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {type(error).__name__} {error}") from error
         found.append(entry)

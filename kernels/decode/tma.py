@@ -64,12 +64,11 @@ def shape_of(
     own_tile = 32 if problem.block_size % 32 == 0 else 16
     in_flight = 24 * 1024 // (2 * own_tile * problem.head_dim * problem.dtype.itemsize)
     own_stages = min(8, max(2, in_flight) + 1)
-    shape = TileShape(tile or own_tile, num_warps or own_warps, num_stages or own_stages, prefetch=True)
-    if tile is not None and (problem.block_size % tile or tile > MAX_TILE):
+    if tile is not None and (tile < 1 or problem.block_size % tile or tile > MAX_TILE):
         raise ValueError(
             f"tile is {tile}, expected a divisor of block_size {problem.block_size} up to {MAX_TILE}"
         )
-    return shape
+    return TileShape(tile or own_tile, num_warps or own_warps, num_stages or own_stages, prefetch=True)
 
 
 def descriptor(cache: Tensor, name: str, tile: int) -> Any:

@@ -71,6 +71,9 @@ def test_a_conversation_the_template_refuses_is_a_value_error(tmp_path: Path) ->
     tokenizer = load(write_tokenizer(tmp_path, chat_template=TEMPLATE))
     with pytest.raises(ValueError, match="no tools"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+    divides = load(write_tokenizer(tmp_path / "divides", chat_template="{{ 1 // (messages | length - 1) }}"))
+    with pytest.raises(ValueError, match="the chat template refuses the conversation: integer division"):
+        divides.apply_chat_template([{"role": "user", "content": "x"}])
     with pytest.raises(ValueError, match="no chat template"):
         load(write_tokenizer(tmp_path / "plain")).apply_chat_template([{"role": "user", "content": "x"}])
 

@@ -189,6 +189,10 @@ def test_traces_are_read_from_a_file_and_told_what_is_wrong(tmp_path: Path) -> N
     path.write_text("\n")
     with pytest.raises(ValueError, match="no requests"):
         arrivals.read_trace(path)
+    for wrong in ("true", '"1.5"', "null", "NaN", "-1"):
+        path.write_text(f'{{"arrival_s": {wrong}, "input_len": 5, "output_len": 2}}\n')
+        with pytest.raises(ValueError, match="line 1: ValueError arrival_s must be a number"):
+            arrivals.read_trace(path)
     path.write_bytes(b"\xff\n")
     with pytest.raises(ValueError, match=r"trace\.jsonl, line 1"):
         arrivals.read_trace(path)

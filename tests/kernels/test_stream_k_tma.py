@@ -134,8 +134,9 @@ def test_bad_options() -> None:
     inputs = make_case([20], device=DEVICE).inputs
     with pytest.raises(ValueError, match="num_programs is 0"):
         kernel(*inputs, num_programs=0)
-    with pytest.raises(ValueError, match="tile is 64, expected a divisor of block_size 16"):
-        kernel(*inputs, tile=64)
+    for tile in (64, 0, -16):
+        with pytest.raises(ValueError, match=f"tile is {tile}, expected a divisor of block_size 16"):
+            kernel(*inputs, tile=tile)
     with pytest.raises(ValueError, match="tile is 48, expected a power of two"):
         kernel(*make_case([20], block_size=48, device=DEVICE).inputs, tile=48)
     # Five programs are two for each of two KV heads.
