@@ -14,7 +14,6 @@ from experiments.records import Row
 from experiments.settings import Settings
 from experiments.suites.protocol import Point, PointContext, Suite
 from experiments.workload import Request, WorkloadRun
-from kernels.compile_count import count_compilations
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -106,6 +105,7 @@ class WorkloadSuite(Suite):
     def run(self, point: Point, context: PointContext) -> list[Row]:
         from experiments.backends.engine import EngineSetup
         from experiments.checked_engine import checked_engine
+        from kernels.compile_count import count_compilations
 
         params = point.params
         variant = next(v for v in context.settings.variants if v.name == params["variant"])

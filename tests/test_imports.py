@@ -68,3 +68,10 @@ def test_the_check_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest
 def test_the_scheduler_runs_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import engine.scheduling.scheduler"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+def test_suites_are_looked_up_without_torch() -> None:
+    """Tables and reports need no more, and what imports Triton before the device is chosen decides how kernels run."""
+    code = "import sys; sys.modules['torch'] = sys.modules['triton'] = None\nfrom experiments import suites\n"
+    code += "for name in suites.names():\n    suites.get(name)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
