@@ -23,8 +23,8 @@ a cached prefix leaves of a prompt; those of attention go by rows of its tiles."
 
 
 def rehearse(runner: ModelRunner) -> None:
-    """Run steps of one of the layers, which are alike: some prompts, and decode rows in the powers of two for which
-    kernels are compiled.
+    """Run one of the layers, which are alike: some prompts, steps of rows in powers of two, for which most kernels are
+    compiled, and attention of as many rows as any graph has, since its kernels change in between too.
 
     For a block of compile_ahead: no result of a Triton kernel is used as an index. Leaves slot 0 used, and no KV cache.
     """
@@ -40,35 +40,43 @@ def rehearse(runner: ModelRunner) -> None:
     for n in num_tokens:
         runner.run_eagerly(StepInput((), (), (), 0, 0, (Chunk(0, 0, (0,) * n, True),)), hardest)
     sizes = decode_sizes(runner.config.max_num_seqs)
-    kinds = {n: [greedy] for n in sizes if n == sizes[-1] or n.bit_count() == 1}
-    kinds[1].append(SamplingKind(any_drawn=True))
-    kinds[sizes[-1]].append(hardest)
-    for num_rows, of_rows in kinds.items():
-        _rehearse_decodes(runner, num_rows, of_rows)
+    steps = [(n, greedy) for n in sizes if n == sizes[-1] or n.bit_count() == 1]
+    for num_rows, kind in (*steps, (1, SamplingKind(any_drawn=True)), (sizes[-1], hardest)):
+        _rehearse_step(runner, num_rows, kind)
+    for num_rows in sizes:
+        _rehearse_attention(runner, num_rows)
     runner.kv_cache = runner.new_kv_cache(0)
 
 
-def _rehearse_decodes(runner: ModelRunner, num_rows: int, kinds: list[SamplingKind]) -> None:
-    """Steps of so many rows by one plan, and their attention by every other that they may have."""
-    state, shape, slot = runner.state, runner.shape, runner.state.padding_slot
-    slots = torch.full((num_rows,), slot, dtype=torch.int64, device=runner.device)
-    first, *others = runner.planner.every_plan(num_rows, runner.max_model_len)
-    for kind in kinds:
-        for use_triton in (True, False):  # the latter's results are real
-            rows, draw = start_decodes(
-                state, slots, shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
-            )
-        runner.sample(runner.forward(rows, None, first), slots, kind, draw)
+def _rehearse_step(runner: ModelRunner, num_rows: int, kind: SamplingKind) -> None:
+    slots = _padding(runner, num_rows)
+    for use_triton in (True, False):  # the latter's results are real
+        rows, draw = start_decodes(
+            runner.state, slots, runner.shape.block_size, drawn=kind.any_drawn, use_triton=use_triton
+        )
+    plan = runner.planner.every_plan(num_rows, runner.max_model_len)[0]
+    runner.sample(runner.forward(rows, None, plan), slots, kind, draw)
+
+
+def _rehearse_attention(runner: ModelRunner, num_rows: int) -> None:
+    """By every plan that so many rows may have."""
+    shape = runner.shape
     heads = shape.num_q_heads + 2 * shape.num_kv_heads
     qkv = torch.empty(num_rows, heads, shape.head_dim, dtype=shape.dtype, device=runner.device)
     k_cache, v_cache = runner.kv_cache[0].unbind(0)
-    for plan in others:
+    block_table = runner.state.block_table[_padding(runner, num_rows)]
+    context_lens = torch.zeros(num_rows, dtype=torch.int32, device=runner.device)
+    for plan in runner.planner.every_plan(num_rows, runner.max_model_len):
         runner.kernels.decode(
             qkv[:, : shape.num_q_heads],
             k_cache,
             v_cache,
-            rows.block_table,
-            rows.context_lens,
+            block_table,
+            context_lens,
             workspace=plan.workspace(),
             **plan.options,
         )
+
+
+def _padding(runner: ModelRunner, num_rows: int) -> torch.Tensor:
+    return torch.full((num_rows,), runner.state.padding_slot, dtype=torch.int64, device=runner.device)

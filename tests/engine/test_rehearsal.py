@@ -79,7 +79,6 @@ ANY_STEPS = """
 import random
 rng = random.Random(SEED)
 def serve(num_requests, longest, pause):
-    arrival = 0
     for i in range(num_requests):
         prompt = [7] * rng.randrange(1, longest)
         params = SamplingParams(temperature=0.6, max_tokens=rng.randrange(1, 80), ignore_eos=True)
@@ -90,6 +89,20 @@ def serve(num_requests, longest, pause):
         llm.engine.step()
 print(lazily(serve, 12, 60, 12), lazily(serve, 12, LONGEST - 80, 12), lazily(serve, 30, 60, 12))
 print(lazily(serve, 80, LONGEST - 80, 3))
+"""
+
+EVERY_PLAN = """
+from engine.execution.graph_sizes import decode_sizes
+def attend():
+    shape = runner.shape
+    k_cache, v_cache = runner.new_kv_cache(1)[0].unbind(0)
+    for num_rows in {*decode_sizes(MOST_ROWS), 3, 5, 17, 33, 100}:
+        qkv = torch.zeros(num_rows, shape.num_q_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+        inputs = qkv[:, : shape.num_q_heads], k_cache, v_cache, torch.zeros(num_rows, LONGEST // 16, dtype=torch.int32)
+        lens = torch.zeros(num_rows, dtype=torch.int32)
+        for plan in runner.planner.every_plan(num_rows, LONGEST):
+            runner.kernels.decode(*inputs, lens, workspace=plan.workspace(), **plan.options)
+print(lazily(attend))
 """
 
 
@@ -121,6 +134,15 @@ def test_no_later_step_compiles_anything(shape: str) -> None:
     changes = {"num_hidden_layers": 1, "max_position_embeddings": 2048} | REAL_SHAPES[shape]
     sizes = f"RANKS, CHANGES = 1, {changes}; BLOCKS, MOST_ROWS, LONGEST, SEED = 10240, 80, 2048, 0"
     assert run_program(f"{sizes}\n{PROGRAM}{ANY_STEPS}").split() == ["[]"] * 4
+
+
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_attention_of_any_number_of_rows_compiles_nothing(num_heads: int) -> None:
+    """Of 40 heads 96 rows have a kernel of their own, between those of 64 and of 128."""
+    changes = {"num_hidden_layers": 1, "max_position_embeddings": 40960, "head_dim": 128}
+    changes |= {"num_attention_heads": num_heads, "num_key_value_heads": 8}
+    sizes = f"RANKS, CHANGES = 1, {changes}; BLOCKS, MOST_ROWS, LONGEST = 300, 512, 40960"
+    assert run_program(f"{sizes}\n{PROGRAM}{EVERY_PLAN}") == "[]\n"
 
 
 @pytest.fixture
